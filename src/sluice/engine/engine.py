@@ -1,0 +1,267 @@
+"""Opens a model within a budget and turns token ids into logits and tokens; knows no command line and no chat format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sluice.config import EngineConfig, usable_cores
+from sluice.engine.budget import MemoryNeeds, MemoryPlan, plan_memory
+from sluice.engine.ledger import PhaseLedger
+from sluice.engine.memory import free_bytes, page_cache_bytes, rss_bytes
+from sluice.engine.pairs import PAIR_LIMIT, ROW_MAP_BYTES, PairGraphs, scratch_bytes
+from sluice.engine.segments import SegmentGraphs
+from sluice.engine.session import Session
+from sluice.engine.step import Stepper
+from sluice.engine.weights import DenseWeights, dense_tensors
+from sluice.engine.workspace import CHUNK, Workspace
+from sluice.errors import ContextError, EngineClosed, InputError
+from sluice.experts.policies import make_policy
+from sluice.ggml import Backend, GraphAllocator, Library, load_library
+from sluice.gguf import GgufFile, open_gguf
+from sluice.io.files import ModelFiles
+from sluice.io.fixed_rate import FixedRateFiles
+from sluice.io.pool_reader import PoolReader
+from sluice.models import family_of
+from sluice.models.kv_cache import KV_TYPES, KVCache, kv_bytes
+from sluice.store import ExpertStore, ReaderFactory, expert_layout
+# from sluice.text.sampling import Sampler, SamplingParams
+from sluice.text.tokenizer import Tokenizer
+
+DEFAULT_CTX = 4096
+OUTPUT_ROWS = 16  # logits rows in the workspace, at least one a stream
+
+
+class Token(NamedTuple):
+    """A generated token: its id, and the text that became safe to show with it (maybe none yet)."""
+
+    id: int
+    text: str
+
+
+class Engine:
+    """A model, open and ready; a context manager, used by one thread at a time.
+
+    `plan` says how the memory was divided, `spec` what the model is, `mode` every knob that can change the output.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], config: EngineConfig, *,
+        progress: Callable[[int, int], None] | None = None, make_reader: ReaderFactory | None = None,
+    ) -> None:  # fmt: skip
+        began = perf_counter()
+        self.config = config
+        self._stack = ExitStack()
+        self._closed = False
+        try:
+            self._open(path, progress, make_reader or self._pool_reader)
+        except BaseException:
+            self.close()
+            raise
+        self.load_s = perf_counter() - began
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, ram: int | str | None = None,
+        progress: Callable[[int, int], None] | None = None, **options: Any,
+    ) -> Engine:  # fmt: skip
+        """Open the model at `path`. `ram` in bytes, or as "4G"; other options are EngineConfig's fields.
+
+        Raises ModelFileError, BudgetError, InputError or GgmlError, each saying what to do.
+        """
+        from sluice.config import parse_size
+
+        unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
+        if unknown:
+            raise InputError(f"unknown option {unknown[0]!r}: choose from {', '.join(EngineConfig.__dataclass_fields__)}")
+        size = parse_size(ram) if isinstance(ram, str) else ram
+        return cls(path, EngineConfig(ram=size, **options), progress=progress)
+
+    def _open(
+        self, path: str | os.PathLike[str], progress: Callable[[int, int], None] | None, make_reader: ReaderFactory
+    ) -> None:
+        config, enter = self.config, self._stack.enter_context
+        self.library: Library = load_library(config.ggml)
+        self.file: GgufFile = open_gguf(path, self.library)
+        family_type = family_of(self.file)
+        self.spec = spec = family_type.read_spec(self.file)
+        self.tokenizer = Tokenizer.from_metadata(self.file.metadata)
+        self.n_ctx = min(spec.n_ctx_train, DEFAULT_CTX) if config.ctx is None else config.ctx
+        if self.n_ctx > spec.n_ctx_train:
+            raise InputError(f"--ctx {self.n_ctx} exceeds the {spec.n_ctx_train} positions the model knows: lower it")
+        self.threads = config.threads or min(usable_cores(), 16)
+        kv_types = tuple(KV_TYPES[name] for name in config.kv_names)
+        n_tokens = max(min(CHUNK, self.n_ctx), config.streams)
+        n_outputs = max(OUTPUT_ROWS, config.streams)
+
+        # All memory is set out first, untouched; only when the budget holds it is anything read.
+        if config.read_rate is not None:
+            self.files: ModelFiles = enter(FixedRateFiles(self.file.paths, config.read_rate))
+        else:
+            self.files = enter(ModelFiles(self.file.paths))
+        layout = expert_layout(self.file, spec.moe_layers, [self.files[i].block for i in range(len(self.files))])
+        process = rss_bytes()
+        backend = enter(Backend(self.library, self.threads))
+        weights = enter(DenseWeights(self.library, dense_tensors(self.file)))
+        family = family_type(spec, weights.tensors)
+        kv = enter(KVCache(self.library, spec, (kv_types[0], kv_types[1]), self.n_ctx, config.streams))
+        workspace = enter(
+            Workspace(
+                self.library, spec, n_tokens=n_tokens, n_streams=config.streams, n_ctx=self.n_ctx, n_outputs=n_outputs
+            )
+        )
+        allocator = enter(GraphAllocator(backend))
+        segments = enter(SegmentGraphs(family, workspace, kv, allocator, lookahead=config.prefetch))
+        segments.reserve(n_tokens, self.n_ctx, config.streams)
+        n_pairs = min(PAIR_LIMIT, n_tokens * spec.top_k)
+        needs = MemoryNeeds(
+            process=process,
+            dense=weights.n_bytes,
+            kv=kv_bytes(spec, self.library, (kv_types[0], kv_types[1]), self.n_ctx, config.streams),
+            workspace=workspace.n_bytes,
+            scratch=max(allocator.n_bytes, scratch_bytes(spec.n_embd, spec.n_ff_expert, n_pairs)),
+            work=ROW_MAP_BYTES + n_tokens * max(spec.n_embd, spec.n_ff) * 4,
+        )
+        self.plan: MemoryPlan = plan_memory(
+            needs, layout.stride, ram=config.ram, free=free_bytes(), expert_slots=config.expert_slots,
+            least_slots=spec.top_k, floor_slots=len(spec.moe_layers) * spec.top_k,
+            all_slots=len(spec.moe_layers) * spec.n_expert,
+        )  # fmt: skip
+        policy = make_policy(config.policy, n_layers=spec.n_layers)
+        self.store = enter(
+            ExpertStore(
+                self.library, self.files, layout, self.plan.slots, policy, make_reader,
+                reserve=min(config.streams * spec.top_k, spec.n_expert, self.plan.slots), poison=config.poison,
+            )
+        )  # fmt: skip
+        pairs = enter(PairGraphs(family, workspace, self.store, allocator))
+        pairs.reserve(n_pairs)
+        weights.load(self.files, progress)
+        self._stepper = Stepper(
+            spec, segments, pairs, workspace, self.store, backend, prefetch=config.prefetch, overlap=config.overlap
+        )
+        self.ledger = {"prefill": PhaseLedger(), "decode": PhaseLedger()}
+        self._streams = list(range(config.streams - 1, -1, -1))
+
+    def _pool_reader(self, files: ModelFiles, pool: memoryview, locate: Callable[..., Any]) -> PoolReader:
+        return PoolReader(files, pool, locate, threads=self.config.io_threads)
+
+    # --- life
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading, join threads, free memory. May be called again."""
+        self._closed = True
+        self._stack.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed: open it again")
+
+    # --- sessions
+
+    def session(self) -> Session:
+        """Take a free stream. Raises InputError when all are taken."""
+        self._check_open()
+        if not self._streams:
+            raise InputError(f"all {self.config.streams} streams are in use: open the engine with more streams")
+        return Session(self, self._streams.pop())
+
+    def release_session(self, session: Session) -> None:
+        """Called by Session.close()."""
+        if session.stream >= 0:
+            self._streams.append(session.stream)
+            session.stream = -1
+
+    # --- steps
+
+    def _step(
+        self, phase: str, parts: Sequence[tuple[Session, Sequence[int]]], outputs: Sequence[int]
+    ) -> np.ndarray:
+        self._check_open()
+        streams = [(session.stream, len(session.tokens), ids) for session, ids in parts]
+        try:
+            logits = self._stepper.run(streams, outputs, self.ledger[phase])
+        except BaseException:
+            self.store.abort()
+            raise
+        for session, ids in parts:
+            session.tokens.extend(ids)
+        return logits
+
+    def prefill(self, session: Session, ids: Sequence[int]) -> np.ndarray:
+        """Feed `ids` in chunks; logits [n_vocab] after the last. Use Session.feed, which checks that they fit."""
+        ids = self._checked(ids)
+        logits = None
+        for chunk in self._chunks(len(session.tokens), ids):
+            logits = self._step("prefill", [(session, chunk)], [len(chunk) - 1])
+        assert logits is not None
+        return logits[0]
+
+    @staticmethod
+    def _chunks(position: int, ids: list[int]) -> Iterator[list[int]]:
+        """Cut a prompt where absolute positions are multiples of CHUNK."""
+        start = 0
+        while start < len(ids):
+            end = min(len(ids), start + CHUNK - (position + start) % CHUNK)
+            yield ids[start:end]
+            start = end
+
+    def decode(self, sessions: Sequence[Session], ids: Sequence[int]) -> np.ndarray:
+        """Feed one token to each session in one step; logits [n_sessions, n_vocab], valid until the next step."""
+        ids = self._checked(ids)
+        for session in sessions:
+            if session.n_left < 1:
+                raise ContextError(f"the context of {self.n_ctx} positions is full: raise --ctx")
+        parts = [(session, [token]) for session, token in zip(sessions, ids, strict=True)]
+        return self._step("decode", parts, range(len(parts)))
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        whole = [int(i) for i in ids]
+        for i in whole:
+            if not 0 <= i < self.spec.n_vocab:
+                raise InputError(f"token id {i} is outside of the vocabulary of {self.spec.n_vocab}")
+        return whole
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits after every token of `ids`: [n_tokens, n_vocab] float32."""
+        whole = self._checked(ids)
+        if not whole or len(whole) > self.n_ctx:
+            raise ContextError(f"{len(whole)} tokens: give 1 to {self.n_ctx}, or raise --ctx")
+        rows = []
+        with self.session() as session:
+            for chunk in self._chunks(0, whole):
+                rows.append(self._step("prefill", [(session, chunk)], range(len(chunk))).copy())
+        return np.concatenate(rows)
+
+    # --- results
+
+    @property
+    def mode(self) -> dict[str, Any]:
+        """Every knob that can change the output, resolved."""
+        k, v = self.config.kv_names
+        return {
+            "routing": self.config.routing,
+            "kv": f"{k},{v}",
+            "threads": self.threads,
+            "top_k_experts": self.spec.top_k,
+            "ggml": self.library.version,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """The ledger since open: {"prefill": {...}, "decode": {...}}."""
+        rss, cached = rss_bytes(), page_cache_bytes()
+        return {
+            name: phase.as_dict(resident_bytes=rss, page_cache_bytes=cached) for name, phase in self.ledger.items()
+        }

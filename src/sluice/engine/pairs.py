@@ -1,0 +1,96 @@
+"""Builds the graphs that run experts on tokens, each (token, expert) pair into a row of its own; knows slots by number.
+
+What was resident, and in which order experts arrived, changes how pairs are grouped, never what a pair's row holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from sluice.engine.workspace import Workspace, elements
+from sluice.ggml import Context, Graph, GraphAllocator
+from sluice.models.blocks import Family
+from sluice.store import ExpertStore
+
+PAIR_LIMIT = 1024  # pairs of one graph: bounds its scratch memory
+ROW_MAP_ENTRY = 8  # ggml's mul_mat_id keeps a table of slots × pairs × 8 bytes ...
+ROW_MAP_BYTES = 32 << 20  # ... which may take this much
+KEPT_GRAPHS = 1024
+KEPT_PAIRS = 256  # larger graphs are prompt chunks', which rarely come again
+
+
+def scratch_bytes(n_embd: int, n_ff: int, n_pairs: int) -> int:
+    """An upper bound of the scratch memory that a graph of `n_pairs` pairs takes."""
+    return n_pairs * 4 * (2 * n_embd + 3 * n_ff) + (1 << 16)
+
+
+class PairGraphs:
+    """Builds, keeps and frees pair graphs over one workspace, store and allocator; a context manager."""
+
+    def __init__(self, family: Family, workspace: Workspace, store: ExpertStore, allocator: GraphAllocator) -> None:
+        self.family = family
+        self.workspace = workspace
+        self.store = store
+        self.allocator = allocator
+        self._kept: OrderedDict[tuple[int, int, bool], tuple[Context, Graph]] = OrderedDict()
+
+    def __enter__(self) -> PairGraphs:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for context, _ in self._kept.values():
+            context.close()
+        self._kept.clear()
+
+    def reserve(self, n_pairs: int) -> None:
+        """Make the allocator large enough for graphs of up to `n_pairs` pairs."""
+        for layer in self.family.spec.moe_layers:
+            context, graph = self._build(layer, n_pairs, False, 0, self.store.n_slots)
+            with context:
+                self.allocator.reserve(graph)
+
+    def kept(self, layer: int, n: int, n_tokens: int) -> Graph:
+        """A graph of `n` pairs of `layer`: inputs pair_slots, pair_rows and, unless there is one token, pair_tokens."""
+        key = (layer, n, n_tokens == 1)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = self._placed(*self._build(layer, n, n_tokens == 1, 0, self.store.n_slots))
+            if len(self._kept) > KEPT_GRAPHS:
+                self._kept.popitem(last=False)[1][0].close()
+        else:
+            self._kept.move_to_end(key)
+        return found[1]
+
+    def once(self, layer: int, n: int, first: int, n_slots: int) -> tuple[Context, Graph]:
+        """The same for slots [first, first + n_slots), pair_slots counted from `first`; the caller closes its context."""
+        return self._placed(*self._build(layer, n, False, first, n_slots))
+
+    def _placed(self, c: Context, graph: Graph) -> tuple[Context, Graph]:
+        try:
+            self.allocator.place(graph)
+        except BaseException:
+            c.close()
+            raise
+        return c, graph
+
+    def _build(self, layer: int, n: int, single: bool, first: int, n_slots: int) -> tuple[Context, Graph]:
+        ws, d = self.workspace, self.family.spec.n_embd
+        c = Context(self.allocator.library, 24, n_graphs=1)
+        try:
+            gate, up, down = self.store.matrices(c, layer, first, n_slots)
+            if single:
+                x, ids = c.view(ws.normed, (d, 1, 1)), c.view(ws.pair_slots, (n, 1))
+            else:
+                x = c.reshape(c.get_rows(ws.normed, elements(c, ws.pair_tokens, n)), d, 1, n)
+                ids = c.view(ws.pair_slots, (1, n))
+            inner = self.family.activation(c, c.mul_mat_id(gate, x, ids), c.mul_mat_id(up, x, ids))
+            out = c.reshape(c.mul_mat_id(down, inner, ids), d, n)
+            graph = c.graph()
+            graph.add(c.set_rows(ws.pairs, out, elements(c, ws.pair_rows, n)))
+            return c, graph
+        except BaseException:
+            c.close()
+            raise

@@ -1,0 +1,55 @@
+"""One conversation's place in an engine: its stream, and the tokens whose keys and values are kept. Knows no text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sluice.errors import ContextError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sluice.engine.engine import Engine
+
+
+class Session:
+    """A stream of an engine; a context manager that gives the stream back.
+
+    `tokens` are those whose keys and values are in the cache. Feeding is deterministic in what was fed how: a prompt's
+    chunks end at absolute multiples of the chunk size.
+    """
+
+    def __init__(self, engine: Engine, stream: int) -> None:
+        self.engine = engine
+        self.stream = stream
+        self.tokens: list[int] = []
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def n_left(self) -> int:
+        """Positions left in the context."""
+        return self.engine.n_ctx - len(self.tokens)
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Append a prompt; logits [n_vocab] after its last token. Raises ContextError when it doesn't fit."""
+        if not ids:
+            raise ContextError("nothing to feed: give at least one token")
+        if len(ids) > self.n_left:
+            raise ContextError(
+                f"{len(ids)} tokens do not fit: {len(self.tokens)} of {self.engine.n_ctx} positions are taken; raise --ctx"
+            )
+        return self.engine.prefill(self, ids)
+
+    def rewind(self, n: int) -> None:
+        """Forget all but the first `n` tokens."""
+        del self.tokens[n:]
+
+    def close(self) -> None:
+        self.engine.release_session(self)

@@ -1,0 +1,269 @@
+"""Runs one step of a batch through all layers: segments, demands, pairs, and reads under the arithmetic.
+
+It knows columns and streams; what tokens mean, and who gets which logits, is the session's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from sluice.engine.ledger import PhaseLedger
+from sluice.engine.pairs import KEPT_PAIRS, PAIR_LIMIT, ROW_MAP_BYTES, ROW_MAP_ENTRY, PairGraphs
+from sluice.engine.segments import BatchShape, Columns, SegmentGraphs
+from sluice.engine.workspace import Workspace
+from sluice.experts.cache import Acquired, CacheFull
+from sluice.experts.waves import waves
+from sluice.ggml import Backend, Graph
+from sluice.models.kv_cache import padded
+from sluice.models.spec import ModelSpec
+from sluice.store import ExpertStore
+from sluice.types import ExpertKey
+
+
+class Demand:
+    """One layer's demands in one step: distinct experts in ascending order, and the pairs that want each.
+
+    `pairs[e]` are row numbers token × top_k + rank.
+    """
+
+    __slots__ = ("experts", "pairs", "top_k")
+
+    def __init__(self, routed: np.ndarray) -> None:  # [n_tokens, top_k] int32
+        self.top_k = routed.shape[1]
+        if routed.shape[0] == 1:
+            ranked = routed[0].tolist()
+            self.experts: list[int] = sorted(ranked)
+            self.pairs: dict[int, Sequence[int] | np.ndarray] = {e: (rank,) for rank, e in enumerate(ranked)}
+            return
+        flat = routed.ravel()
+        order = np.argsort(flat, kind="stable")
+        experts, starts = np.unique(flat[order], return_index=True)
+        self.experts = experts.tolist()
+        self.pairs = dict(zip(self.experts, np.split(order, starts[1:]), strict=True))
+
+
+class Stepper:
+    """Carries out steps on one engine's parts. `prefetch` issues reads for the next layer's predicted experts.
+
+    `overlap=False` waits for all of a layer's experts before computing any: the naive way, kept for comparison.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, segments: SegmentGraphs, pairs: PairGraphs, workspace: Workspace, store: ExpertStore,
+        backend: Backend, *, prefetch: bool, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.segments = segments
+        self.pairs = pairs
+        self.workspace = workspace
+        self.store = store
+        self.backend = backend
+        self.prefetch = prefetch
+        self.overlap = overlap
+        self.n_steps = 0
+        self._ledger = PhaseLedger()
+        self._guessed = np.empty((0, 0), np.int32)  # [n_tokens, top_k], for the layer to come
+
+    def run(
+        self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger
+    ) -> np.ndarray:
+        """One step. `streams`: (stream, position of its first token, its tokens), `outputs`: columns to give logits of.
+
+        Returns logits [len(outputs), n_vocab]: a view that the next step overwrites (a copy when there are more
+        outputs than fit the workspace). After an exception the store must be `abort`ed.
+        """
+        began = perf_counter()
+        self._ledger = ledger
+        io_before, cache_before = self.store.reader.stats(), self.store.cache.counters.copy()
+        shape = self._write_inputs(streams, outputs)
+        segments = self.segments.of(shape)
+        scan = shape.n_tokens > len(streams)
+        try:
+            for i, layer in enumerate(self.spec.moe_layers):
+                self._compute(segments[i])
+                self._experts(i, layer, shape.n_tokens, scan)
+            self._compute(segments[-1])
+            logits = self._logits(shape)
+        finally:
+            self.n_steps += 1
+            ledger.steps += 1
+            ledger.tokens += shape.n_tokens
+            ledger.add_io(io_before, self.store.reader.stats())
+            ledger.add_cache(self.store.cache.counters - cache_before)
+            ledger.wall_s += perf_counter() - began
+        return logits
+
+    # --- inputs and outputs
+
+    def _write_inputs(self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int]) -> BatchShape:
+        arrays = self.workspace.arrays
+        n_ctx, mask = self.segments.cache.n_ctx, arrays["mask"]
+        columns, start, mask_at = [], 0, 0
+        for stream, position, tokens in streams:
+            n = len(tokens)
+            end = position + n
+            n_kv = padded(end)
+            arrays["tokens"][start : start + n] = tokens
+            arrays["positions"][start : start + n] = range(position, end)
+            arrays["rows"][start : start + n] = range(stream * n_ctx + position, stream * n_ctx + end)
+            own = mask[mask_at : mask_at + n_kv * n].reshape(n, n_kv)
+            own[:] = -np.inf
+            for row in range(n):
+                own[row, : position + row + 1] = 0
+            columns.append(Columns(stream, n, n_kv))
+            start, mask_at = start + n, mask_at + n_kv * n
+        arrays["outputs"][: len(outputs)] = outputs[: self.workspace.n_outputs]
+        return BatchShape(tuple(columns), len(outputs))
+
+    def _logits(self, shape: BatchShape) -> np.ndarray:
+        logits, room = self.workspace.arrays["logits"], self.workspace.n_outputs
+        if shape.n_outputs <= room:
+            return logits[: shape.n_outputs]
+        collected = []
+        for start in range(0, shape.n_tokens, room):
+            n = min(room, shape.n_tokens - start)
+            context, graph = self.segments.head(start, n)
+            with context:
+                self._compute(graph)
+            collected.append(logits[:n].copy())
+        return np.concatenate(collected)
+
+    # --- experts
+
+    def _experts(self, i: int, layer: int, n: int, scan: bool) -> None:
+        """Compute every pair of a layer, each as soon as its expert is resident."""
+        arrays, store, n_layers = self.workspace.arrays, self.store, self.spec.n_layers
+        routed = arrays["routed"][:n]
+        routed[:] = arrays["selected"][:n]
+        demand = Demand(routed)
+        tick = self.n_steps * n_layers + layer
+        self._ledger.token_demands += n * demand.top_k
+        store.arrived(block=False)
+        store.expire(tick)
+        keys = [ExpertKey(layer, e) for e in demand.experts]
+        plan = waves(keys, store.n_slots, store.cache.resident)
+        guess = self._predictions(i, n) if self.prefetch else None
+        acquired = self._acquire(plan.groups[0], tick, scan)
+        for j, group in enumerate(plan.groups):
+            ahead = None
+            if plan.overlap and j + 1 < len(plan.groups):
+                ahead = self._acquire(plan.groups[j + 1], tick, scan)
+            elif guess:
+                store.prefetch(guess, tick - layer + guess[0].layer)
+            self._compute_wave(layer, demand, group, acquired, n)
+            store.release(group)
+            if j + 1 < len(plan.groups):
+                acquired = ahead or self._acquire(plan.groups[j + 1], tick, scan)
+
+    def _acquire(self, keys: list[ExpertKey], tick: int, scan: bool) -> Acquired:
+        """Pin `keys`, waiting for prefetches in flight to end when they hold the slots that are needed."""
+        while True:
+            try:
+                return self.store.acquire(keys, tick, scan=scan)
+            except CacheFull:
+                if not self.store.cache.reads_in_flight():
+                    raise
+                self.store.expire(tick + 2 * self.spec.n_layers)  # give up every prefetch that has not begun
+                self._wait(block=bool(self.store.cache.reads_in_flight()))
+
+    def _predictions(self, i: int, n: int) -> list[ExpertKey] | None:
+        """The next layer's likely experts, those wanted most first; also scores the guess made for this layer."""
+        moe = self.spec.moe_layers
+        arrays = self.workspace.arrays
+        if i > 0:
+            now = arrays["selected"][:n]
+            if n == 1:
+                right = len(set(self._guessed[0].tolist()).intersection(now[0].tolist()))
+            else:
+                right = int((self._guessed[:, :, None] == now[:, None, :]).any(axis=1).sum())
+            self._ledger.predicted += now.size
+            self._ledger.predicted_right += right
+        if i + 1 == len(moe):
+            return None
+        self._guessed = arrays["predicted"][:n].copy()
+        if n == 1:
+            ranked = self._guessed[0].tolist()
+        else:
+            experts, counts = np.unique(self._guessed, return_counts=True)
+            ranked = experts[np.argsort(-counts, kind="stable")].tolist()
+        return [ExpertKey(moe[i + 1], e) for e in ranked]
+
+    def _compute_wave(
+        self, layer: int, demand: Demand, group: list[ExpertKey], acquired: Acquired, n: int
+    ) -> None:
+        slots = dict(zip(group, acquired.slots, strict=True))
+        pending = {key for key in acquired.waiting if not self.store.cache.resident(key)}
+        ready = [key for key in group if key not in pending]
+        if not self.overlap:
+            while pending:
+                pending.difference_update(self._wait())
+            ready = group
+        while ready or pending:
+            if ready:
+                self._compute_pairs(layer, demand, ready, slots, n)
+            if not pending:
+                return
+            arrived = self._wait()
+            ready = [key for key in arrived if key in pending]
+            pending.difference_update(ready)
+
+    def _wait(self, *, block: bool = True) -> list[ExpertKey]:
+        began = perf_counter()
+        arrived = self.store.arrived(block=block)
+        self._ledger.wait_s += perf_counter() - began
+        return arrived
+
+    def _compute_pairs(
+        self, layer: int, demand: Demand, keys: list[ExpertKey], slots: dict[ExpertKey, int], n: int
+    ) -> None:
+        """Compute all pairs of `keys`, which are resident in `slots`."""
+        pair_slots, pair_rows = self.workspace.arrays["pair_slots"], self.workspace.arrays["pair_rows"]
+        all_slots = self.store.n_slots
+        if n == 1:
+            for at, key in enumerate(keys):
+                pair_slots[at] = slots[key]
+                pair_rows[at] = demand.pairs[key.expert][0]
+            self._compute(self.pairs.kept(layer, len(keys), 1))
+            return
+        for group, first, n_slots in _pair_groups(demand, keys, slots):
+            rows = np.concatenate([demand.pairs[key.expert] for key in group])
+            counts = [len(demand.pairs[key.expert]) for key in group]
+            n_pairs = len(rows)
+            pair_rows[:n_pairs] = rows
+            self.workspace.arrays["pair_tokens"][:n_pairs] = rows // demand.top_k
+            if n_pairs <= KEPT_PAIRS and all_slots * n_pairs * ROW_MAP_ENTRY <= ROW_MAP_BYTES:
+                pair_slots[:n_pairs] = np.repeat([slots[key] for key in group], counts)
+                self._compute(self.pairs.kept(layer, n_pairs, n))
+            else:
+                pair_slots[:n_pairs] = np.repeat([slots[key] - first for key in group], counts)
+                context, graph = self.pairs.once(layer, n_pairs, first, n_slots)
+                with context:
+                    self._compute(graph)
+
+    def _compute(self, graph: Graph) -> None:
+        began = perf_counter()
+        self.backend.compute(graph)
+        self._ledger.compute_s += perf_counter() - began
+
+
+def _pair_groups(
+    demand: Demand, keys: list[ExpertKey], slots: dict[ExpertKey, int]
+) -> Iterator[tuple[list[ExpertKey], int, int]]:
+    """Cut `keys` into groups that one graph can take, each with the range of slots that it spans: (first, number)."""
+    group: list[ExpertKey] = []
+    first = n_pairs = 0
+    for key in sorted(keys, key=slots.__getitem__):
+        more = len(demand.pairs[key.expert])
+        span = slots[key] - first + 1
+        if group and (n_pairs + more > PAIR_LIMIT or span * (n_pairs + more) * ROW_MAP_ENTRY > ROW_MAP_BYTES):
+            yield group, first, slots[group[-1]] - first + 1
+            group, n_pairs = [], 0
+        if not group:
+            first = slots[key]
+        group.append(key)
+        n_pairs += more
+    if group:
+        yield group, first, slots[group[-1]] - first + 1

@@ -1,0 +1,116 @@
+"""The memory that graphs and Python share: a step's inputs, what passes between graphs, its outputs. Knows no graphs.
+
+Every tensor has a numpy array over the same bytes, so writing an input is an assignment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sluice.ggml import Buffer, Context, GgmlType, Library, Tensor
+from sluice.io.aligned import AlignedBuffer
+from sluice.models.kv_cache import padded
+from sluice.models.spec import ModelSpec
+
+# Prompt chunks end at absolute multiples of this many positions, whatever the budget: a row's bits depend on how many
+# rows its attention kernel sees (DESIGN: flash attention takes another kernel from 64 rows on).
+CHUNK = 512
+_DTYPES = {GgmlType.F32: np.float32, GgmlType.F16: np.float16, GgmlType.I32: np.int32, GgmlType.I64: np.int64}
+
+
+def _shapes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int) -> dict[str, tuple]:
+    """Name -> type and shape (ggml's order)."""
+    f32, i32, i64 = GgmlType.F32, GgmlType.I32, GgmlType.I64
+    n_pairs = n_tokens * spec.top_k
+    return {
+        "tokens": (i32, n_tokens),
+        "positions": (i32, n_tokens),
+        "rows": (i64, n_tokens),  # of the KV cache
+        "outputs": (i32, n_outputs),  # columns that logits are wanted of
+        "residual": (f32, spec.n_embd, n_tokens),
+        "normed": (f32, spec.n_embd, n_tokens),  # what router and experts of the current layer read
+        "scores": (f32, spec.n_expert, n_tokens),
+        "selected": (i32, spec.top_k, n_tokens),  # the router's choice, best first
+        "routed": (i32, spec.top_k, n_tokens),  # the final ids, which weights are taken for
+        "predicted": (i32, spec.top_k, n_tokens),  # the next router's choice on this layer's residual
+        "pairs": (f32, spec.n_embd, n_pairs),  # output of each (token, expert) pair, row = token × top_k + rank
+        "pair_tokens": (i32, n_pairs),
+        "pair_slots": (i32, n_pairs),
+        "pair_rows": (i64, n_pairs),
+        "attention": (f32, spec.n_head * spec.head_dim_v, n_tokens),
+        "logits": (f32, spec.n_vocab, n_outputs),
+        "mask": (GgmlType.F16, padded(n_ctx) * max(n_tokens, n_streams)),
+    }
+
+
+def workspace_bytes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int) -> int:
+    sizes = {GgmlType.F32: 4, GgmlType.F16: 2, GgmlType.I32: 4, GgmlType.I64: 8}
+    shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs).values()
+    return sum(-(-sizes[t] * int(np.prod(shape)) // 4096) * 4096 for t, *shape in shapes)
+
+
+class Workspace:
+    """Tensors as attributes, their arrays (slowest dimension first) under `arrays`; a context manager."""
+
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    outputs: Tensor
+    residual: Tensor
+    normed: Tensor
+    scores: Tensor
+    selected: Tensor
+    routed: Tensor
+    predicted: Tensor
+    pairs: Tensor
+    pair_tokens: Tensor
+    pair_slots: Tensor
+    pair_rows: Tensor
+    attention: Tensor
+    logits: Tensor
+    mask: Tensor
+
+    def __init__(
+        self, library: Library, spec: ModelSpec, *, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int
+    ) -> None:
+        self.n_tokens = n_tokens
+        self.n_outputs = n_outputs
+        self.n_bytes = workspace_bytes(spec, n_tokens, n_streams, n_ctx, n_outputs)
+        self._memory = AlignedBuffer(self.n_bytes)
+        self._buffer = Buffer(library, self._memory.address, self.n_bytes)
+        shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs)
+        self._context = Context(library, len(shapes))
+        self.arrays: dict[str, np.ndarray[Any, Any]] = {}
+        at = 0
+        for name, (type, *shape) in shapes.items():
+            tensor = self._context.tensor(type, *shape)
+            self._buffer.place(tensor, at)
+            count = int(np.prod(shape))
+            flat = np.frombuffer(self._memory.view, _DTYPES[type], count, at)
+            setattr(self, name, tensor)
+            self.arrays[name] = flat.reshape(shape[::-1])
+            at += -(-tensor.n_bytes // 4096) * 4096
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.arrays.clear()
+        self._context.close()
+        self._buffer.close()
+        self._memory.close()
+
+
+def columns(c: Context, matrix: Tensor, n: int) -> Tensor:
+    """The first `n` columns of a matrix."""
+    return c.view(matrix, (matrix.shape[0], n))
+
+
+def elements(c: Context, vector: Tensor, n: int) -> Tensor:
+    """The first `n` elements of a vector."""
+    return c.view(vector, (n,))

@@ -1,0 +1,8 @@
+"""The only place that touches ggml's C API and raw pointers; knows tensors and graphs, nothing of models or experts."""
+
+from sluice.ggml.backend import Backend, Buffer, GraphAllocator
+from sluice.ggml.library import Library, load_library
+from sluice.ggml.tensor import Context, Graph, Tensor
+from sluice.ggml.types import GgmlType
+
+__all__ = ["Backend", "Buffer", "Context", "GgmlType", "Graph", "GraphAllocator", "Library", "Tensor", "load_library"]

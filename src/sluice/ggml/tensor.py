@@ -1,0 +1,285 @@
+"""Tensors, contexts and graphs: ggml's operations with shapes and types checked first, so that ggml never aborts.
+
+Shapes are kept here, in ggml's order (fastest dimension first), instead of being read back from ggml's structs, whose
+layout changes between versions. It knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sluice.errors import GgmlError
+from sluice.ggml.library import InitParams
+from sluice.ggml.types import WEIGHT_TYPES, GgmlType
+
+if TYPE_CHECKING:
+    from sluice.ggml.library import Library
+
+Shape = tuple[int, int, int, int]
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise GgmlError(message)
+
+
+class Tensor:
+    """A ggml tensor: `ptr` (a `struct ggml_tensor *`), `type`, `shape` and `strides` in bytes, fastest first."""
+
+    __slots__ = ("library", "ptr", "shape", "strides", "type")
+
+    def __init__(self, library: Library, ptr: int, type: GgmlType, shape: Shape, strides: Shape | None = None) -> None:
+        _need(bool(ptr), "ggml returned no tensor: its context is too small")
+        self.library = library
+        self.ptr = ptr
+        self.type = type
+        self.shape = shape
+        self.strides = strides or contiguous_strides(library, type, shape)
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.type.name}, {list(self.shape)})"
+
+    @property
+    def address(self) -> int:
+        """Where its data lies; 0 before allocation."""
+        return self.library.ggml_get_data(self.ptr) or 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its data as if contiguous."""
+        return row_bytes(self.library, self.type, self.shape[0]) * self.shape[1] * self.shape[2] * self.shape[3]
+
+    @property
+    def contiguous(self) -> bool:
+        return self.strides == contiguous_strides(self.library, self.type, self.shape)
+
+
+def row_bytes(library: Library, type: GgmlType, n: int) -> int:
+    """Bytes of a row of `n` elements. Raises GgmlError if `n` isn't a multiple of the type's block."""
+    block = library.ggml_blck_size(type)
+    _need(n % block == 0, f"a row of {n} is no multiple of {type.name}'s block of {block}")
+    return n // block * library.ggml_type_size(type)
+
+
+def contiguous_strides(library: Library, type: GgmlType, shape: Shape) -> Shape:
+    row = row_bytes(library, type, shape[0])
+    return (library.ggml_type_size(type), row, row * shape[1], row * shape[1] * shape[2])
+
+
+def full_shape(shape: Sequence[int]) -> Shape:
+    """`shape` with ones up to four dimensions."""
+    _need(1 <= len(shape) <= 4 and all(n >= 1 for n in shape), f"impossible shape {list(shape)}")
+    a, b, c, d = (*shape, *([1] * (4 - len(shape))))
+    return a, b, c, d
+
+
+class Graph:
+    """A compute graph inside a Context; nodes run in the order they were added."""
+
+    __slots__ = ("context", "ptr")
+
+    def __init__(self, context: Context, ptr: int) -> None:
+        self.context = context
+        self.ptr = ptr
+
+    def add(self, *tensors: Tensor) -> None:
+        """Append what computes each tensor, in this order."""
+        for tensor in tensors:
+            self.context.library.ggml_build_forward_expand(self.ptr, tensor.ptr)
+
+
+class Context:
+    """Memory for the headers of up to `n_tensors` tensors (and graphs of as many nodes); a context manager.
+
+    Freeing it invalidates its tensors and graphs. Data lives elsewhere.
+    """
+
+    def __init__(self, library: Library, n_tensors: int, *, n_graphs: int = 0) -> None:
+        self.library = library
+        self.n_nodes = n_tensors
+        n_bytes = n_tensors * (library.ggml_tensor_overhead() + 64)
+        n_bytes += n_graphs * (library.ggml_graph_overhead_custom(n_tensors, False) + 64) + 1024
+        self._ptr: int | None = library.ggml_init(InitParams(n_bytes, None, True))
+        _need(bool(self._ptr), f"ggml could not allocate a context of {n_bytes} bytes")
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._ptr:
+            self.library.ggml_free(self._ptr)
+            self._ptr = None
+
+    def graph(self) -> Graph:
+        return Graph(self, self.library.ggml_new_graph_custom(self._ptr, self.n_nodes, False))
+
+    def _new(self, ptr: int, type: GgmlType, shape: Sequence[int], strides: Shape | None = None) -> Tensor:
+        return Tensor(self.library, ptr, type, full_shape(shape), strides)
+
+    # --- tensors and views
+
+    def tensor(self, type: GgmlType, *shape: int) -> Tensor:
+        """A tensor without data yet."""
+        row_bytes(self.library, type, shape[0])
+        dims = (C.c_int64 * len(shape))(*full_shape(shape)[: len(shape)])
+        return self._new(self.library.ggml_new_tensor(self._ptr, type, len(shape), C.addressof(dims)), type, shape)
+
+    def view(self, a: Tensor, shape: Sequence[int], strides: Sequence[int] = (), offset: int = 0) -> Tensor:
+        """A window on `a`: `strides` are the bytes between rows, planes, cubes (contiguous where not given)."""
+        full = full_shape(shape)
+        nb = list(contiguous_strides(self.library, a.type, full))
+        for i, stride in enumerate(strides, 1):
+            nb[i] = stride
+            if i == len(strides):
+                for j in range(i + 1, 4):
+                    nb[j] = nb[j - 1] * full[j - 1]
+        last = offset + sum((n - 1) * s for n, s in zip(full[1:], nb[1:], strict=True))
+        last += row_bytes(self.library, a.type, full[0])
+        span = a.n_bytes if a.contiguous else sum((n - 1) * s for n, s in zip(a.shape[1:], a.strides[1:], strict=True))
+        span = span if a.contiguous else span + row_bytes(self.library, a.type, a.shape[0])
+        _need(offset >= 0 and last <= span, f"a view of {list(shape)} ends at byte {last} of {a!r}, which has {span}")
+        p = self.library.ggml_view_4d(self._ptr, a.ptr, *full, nb[1], nb[2], nb[3], offset)
+        return self._new(p, a.type, full, (nb[0], nb[1], nb[2], nb[3]))
+
+    def reshape(self, a: Tensor, *shape: int) -> Tensor:
+        full = full_shape(shape)
+        count = a.shape[0] * a.shape[1] * a.shape[2] * a.shape[3]
+        _need(
+            a.contiguous and count == full[0] * full[1] * full[2] * full[3], f"{a!r} can't take the shape {list(shape)}"
+        )
+        return self._new(self.library.ggml_reshape_4d(self._ptr, a.ptr, *full), a.type, full)
+
+    def permute(self, a: Tensor, *axes: int) -> Tensor:
+        """Dimension i of `a` becomes dimension axes[i]."""
+        _need(sorted(axes) == [0, 1, 2, 3], f"{axes} is no permutation of four axes")
+        shape, strides = [0] * 4, [0] * 4
+        for i, axis in enumerate(axes):
+            shape[axis], strides[axis] = a.shape[i], a.strides[i]
+        p = self.library.ggml_permute(self._ptr, a.ptr, *axes)
+        return self._new(p, a.type, shape, (strides[0], strides[1], strides[2], strides[3]))
+
+    def cont(self, a: Tensor) -> Tensor:
+        return self._new(self.library.ggml_cont(self._ptr, a.ptr), a.type, a.shape)
+
+    def cpy(self, a: Tensor, b: Tensor) -> Tensor:
+        """Copy `a` into `b`, converting its type; a view of `b`."""
+        _need(_count(a) == _count(b), f"can't copy {a!r} into {b!r}")
+        return self._new(self.library.ggml_cpy(self._ptr, a.ptr, b.ptr), b.type, b.shape, b.strides)
+
+    # --- rows
+
+    def get_rows(self, a: Tensor, ids: Tensor) -> Tensor:
+        """Rows `ids` ([n] or [n, m], I32) of `a` as F32; with `ids` [n, m], row set j comes from plane j of `a`."""
+        _need(
+            ids.type == GgmlType.I32 and a.shape[2] == ids.shape[1] and ids.shape[3] == 1,
+            f"can't take rows {ids!r} of {a!r}",
+        )
+        type = GgmlType.I32 if a.type == GgmlType.I32 else GgmlType.F32
+        return self._new(self.library.ggml_get_rows(self._ptr, a.ptr, ids.ptr), type, (a.shape[0], *ids.shape[:3]))
+
+    def set_rows(self, a: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        """Write `rows` (F32) to the rows `ids` (I64) of `a`, converting to its type; a view of `a`."""
+        fits = a.shape[0] == rows.shape[0] and a.shape[2:] == rows.shape[2:] and rows.shape[1] == ids.shape[0]
+        _need(fits and rows.type == GgmlType.F32 and ids.type == GgmlType.I64, f"can't write {rows!r} to rows of {a!r}")
+        return self._new(self.library.ggml_set_rows(self._ptr, a.ptr, rows.ptr, ids.ptr), a.type, a.shape, a.strides)
+
+    # --- arithmetic
+
+    def _elementwise(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        fits = all(m % n == 0 for m, n in zip(a.shape, b.shape, strict=True))
+        _need(fits and a.type == b.type == GgmlType.F32, f"can't {name} {a!r} and {b!r}")
+        return self._new(getattr(self.library, f"ggml_{name}")(self._ptr, a.ptr, b.ptr), a.type, a.shape)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._elementwise("add", a, b)
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._elementwise("mul", a, b)
+
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._elementwise("div", a, b)
+
+    def scale(self, a: Tensor, factor: float) -> Tensor:
+        return self._new(self.library.ggml_scale(self._ptr, a.ptr, factor), a.type, a.shape)
+
+    def clamp(self, a: Tensor, low: float, high: float) -> Tensor:
+        """In place, as ggml's clamp is."""
+        return self._new(self.library.ggml_clamp(self._ptr, a.ptr, low, high), a.type, a.shape, a.strides)
+
+    def sum_rows(self, a: Tensor) -> Tensor:
+        return self._new(self.library.ggml_sum_rows(self._ptr, a.ptr), a.type, (1, *a.shape[1:]))
+
+    def rms_norm(self, a: Tensor, eps: float) -> Tensor:
+        _need(a.type == GgmlType.F32, f"rms_norm needs F32, not {a!r}")
+        return self._new(self.library.ggml_rms_norm(self._ptr, a.ptr, eps), a.type, a.shape)
+
+    def soft_max(self, a: Tensor) -> Tensor:
+        _need(a.type == GgmlType.F32 and a.contiguous, f"soft_max needs contiguous F32, not {a!r}")
+        return self._new(self.library.ggml_soft_max(self._ptr, a.ptr), a.type, a.shape)
+
+    def top_k(self, a: Tensor, k: int) -> Tensor:
+        """Positions (I32) of each row's `k` largest, largest first: [k, rows], a strided view."""
+        _need(a.type == GgmlType.F32 and a.contiguous and 1 <= k <= a.shape[0], f"no top {k} of {a!r}")
+        shape = (k, *a.shape[1:])
+        strides = (4, 4 * a.shape[0], 4 * a.shape[0] * a.shape[1], 4 * a.shape[0] * a.shape[1] * a.shape[2])
+        return self._new(self.library.ggml_argsort_top_k(self._ptr, a.ptr, k), GgmlType.I32, shape, strides)
+
+    def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
+        """`w` [n_in, n_out] times `x` [n_in, n]: [n_out, n], F32."""
+        fits = w.shape[0] == x.shape[0] and x.shape[2] % w.shape[2] == 0 and x.shape[3] % w.shape[3] == 0
+        _need(fits and x.type == GgmlType.F32 and w.type in WEIGHT_TYPES, f"can't multiply {w!r} by {x!r}")
+        shape = (w.shape[1], *x.shape[1:])
+        return self._new(self.library.ggml_mul_mat(self._ptr, w.ptr, x.ptr), GgmlType.F32, shape)
+
+    def mul_mat_id(self, w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+        """Matrices `ids` [n_used, n] (I32) of `w` [n_in, n_out, n_matrices], each times its column of
+        `x` [n_in, n_used or 1, n]: [n_out, n_used, n], F32. The ids themselves are not checked."""
+        fits = w.shape[0] == x.shape[0] and x.shape[2] == ids.shape[1] and ids.shape[0] % x.shape[1] == 0
+        fits = fits and w.shape[3] == x.shape[3] == ids.shape[2] == 1
+        types = x.type == GgmlType.F32 and ids.type == GgmlType.I32 and w.type in WEIGHT_TYPES
+        _need(fits and types, f"can't multiply {w!r} by {x!r} with {ids!r}")
+        shape = (w.shape[1], ids.shape[0], x.shape[2])
+        return self._new(self.library.ggml_mul_mat_id(self._ptr, w.ptr, x.ptr, ids.ptr), GgmlType.F32, shape)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) × up."""
+        _need(gate.shape == up.shape and gate.type == up.type == GgmlType.F32, f"no swiglu of {gate!r} and {up!r}")
+        return self._new(self.library.ggml_swiglu_split(self._ptr, gate.ptr, up.ptr), gate.type, gate.shape)
+
+    def rope(
+        self, a: Tensor, positions: Tensor, factors: Tensor | None, n_dims: int, *, neox: bool, n_ctx_orig: int,
+        freq_base: float, freq_scale: float, ext_factor: float, attn_factor: float, beta_fast: float, beta_slow: float,
+    ) -> Tensor:  # fmt: skip
+        """Rotary embedding of `a` [head_dim, n_head, n] at `positions` [n] (I32)."""
+        _need(
+            positions.type == GgmlType.I32 and positions.shape[0] == a.shape[2], f"{positions!r} don't position {a!r}"
+        )
+        _need(n_dims <= a.shape[0] and n_dims % 2 == 0, f"can't rotate {n_dims} dimensions of {a!r}")
+        _need(
+            factors is None or factors.shape[0] >= n_dims // 2,
+            f"{factors!r} are too few factors for {n_dims} dimensions",
+        )
+        p = self.library.ggml_rope_ext(
+            self._ptr, a.ptr, positions.ptr, factors.ptr if factors else None, n_dims, 2 if neox else 0, n_ctx_orig,
+            freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow,
+        )  # fmt: skip
+        return self._new(p, a.type, a.shape)
+
+    def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """softmax(scale·qk + mask) v: `q` [d, n, n_head] F32, `k` [d, n_kv, n_head_kv], `v` [d_v, n_kv, n_head_kv],
+        `mask` [n_kv, n] F16: [d_v, n_head, n], F32."""
+        fits = q.shape[0] == k.shape[0] and k.shape[1:] == v.shape[1:] and q.shape[2] % k.shape[2] == 0
+        fits = fits and mask.shape[0] == k.shape[1] and mask.shape[1] >= q.shape[1] and mask.contiguous
+        _need(fits and q.type == GgmlType.F32 and mask.type == GgmlType.F16, f"no attention of {q!r} to {k!r}, {v!r}")
+        p = self.library.ggml_flash_attn_ext(self._ptr, q.ptr, k.ptr, v.ptr, mask.ptr, scale, 0.0, 0.0)
+        self.library.ggml_flash_attn_ext_set_prec(p, 10)  # GGML_PREC_F32
+        return self._new(p, GgmlType.F32, (v.shape[0], q.shape[2], q.shape[1]))
+
+
+def _count(a: Tensor) -> int:
+    return a.shape[0] * a.shape[1] * a.shape[2] * a.shape[3]

@@ -1,0 +1,246 @@
+"""What a model is, as frozen values checked against its file; knows metadata and shapes, no graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sluice.errors import ModelFileError
+from sluice.ggml.types import WEIGHT_TYPES, GgmlType
+from sluice.gguf import ExpertPart, GgufFile, TensorInfo
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding as `ggml_rope_ext` takes it. `freq_scale` is 1 ÷ the scaling factor."""
+
+    n_dims: int
+    neox: bool
+    freq_base: float
+    freq_scale: float
+    ext_factor: float
+    attn_factor: float
+    beta_fast: float
+    beta_slow: float
+    n_ctx_orig: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The shape of a decoder with routed experts. `moe_layers` are those that have experts, ascending."""
+
+    architecture: str
+    n_layers: int
+    n_embd: int
+    n_vocab: int
+    n_ctx_train: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    head_dim_v: int
+    n_ff: int
+    n_ff_expert: int
+    n_expert: int
+    top_k: int
+    moe_layers: tuple[int, ...]
+    rms_eps: float
+    rope: RopeSpec
+    normalise_weights: bool  # routing weights are divided by their sum over the chosen experts
+    weights_scale: float
+    tied_embeddings: bool
+
+    @property
+    def n_embd_k(self) -> int:
+        """Width of a token's keys over all KV heads."""
+        return self.head_dim * self.n_head_kv
+
+    @property
+    def n_embd_v(self) -> int:
+        return self.head_dim_v * self.n_head_kv
+
+
+class Metadata:
+    """Typed access to a file's hyper-parameters, `key` without the architecture's prefix."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path = file.paths[0]
+        self.all: Mapping[str, Any] = file.metadata
+        self.architecture = str(file.metadata["general.architecture"])
+
+    def fail(self, key: str, what: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: {self.architecture}.{key} {what}: the file is damaged or badly converted")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.all.get(f"{self.architecture}.{key}", default)
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 24) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise self.fail(key, "is missing")
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]  # per-layer arrays that say the same for every layer
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(key, f"is {str(value)[:60]!r}, not a whole number from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if value is None:
+            raise self.fail(key, "is missing")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.fail(key, f"is {str(value)[:60]!r}, not a number")
+        return float(value)
+
+    def rope(self, head_dim: int, n_ctx_train: int, *, neox: bool) -> RopeSpec:
+        """Rope parameters with llama.cpp's defaults for what a file leaves out."""
+        kind = self.get("rope.scaling.type", "linear")
+        if kind not in ("none", "linear", "yarn"):
+            raise self.fail("rope.scaling.type", f"is {str(kind)[:60]!r}, which this family does not use")
+        factor = self.number("rope.scaling.factor", 0.0) or self.number("rope.scale_linear", 0.0)
+        if factor < 0:
+            raise self.fail("rope.scaling.factor", "is negative")
+        base = self.number("rope.freq_base", 10000.0)
+        if base <= 0:
+            raise self.fail("rope.freq_base", "is not positive")
+        n_dims = self.integer("rope.dimension_count", head_dim, high=head_dim)
+        if n_dims % 2:
+            raise self.fail("rope.dimension_count", "is odd")
+        return RopeSpec(
+            n_dims=n_dims,
+            neox=neox,
+            freq_base=base,
+            freq_scale=1.0 / factor if factor and kind != "none" else 1.0,
+            ext_factor=self.number("rope.scaling.yarn_ext_factor", 1.0) if kind == "yarn" else 0.0,
+            attn_factor=self.number("rope.scaling.attn_factor", 1.0),
+            beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0),
+            n_ctx_orig=self.integer("rope.scaling.original_context_length", n_ctx_train, high=1 << 30),
+        )
+
+
+def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool) -> ModelSpec:
+    """The spec of a plain pre-norm decoder with softmax routing, whose keys all such families share.
+
+    Raises ModelFileError for a missing, impossible or contradictory hyper-parameter, and for a dense model.
+    """
+    meta = Metadata(file)
+    n_layers = meta.integer("block_count", high=4096)
+    moe_layers = tuple(i for i in range(n_layers) if file.expert_parts(i) is not None)
+    if not moe_layers:
+        raise ModelFileError(
+            f"{file.paths[0]}: a dense model: Sluice is for Mixture-of-Experts models, run this one with llama.cpp"
+        )
+    n_expert = meta.integer("expert_count", high=4096)
+    top_k = meta.integer("expert_used_count", high=n_expert)
+    n_embd, n_head = meta.integer("embedding_length"), meta.integer("attention.head_count", high=4096)
+    n_head_kv = meta.integer("attention.head_count_kv", n_head, high=n_head)
+    if n_head % n_head_kv:
+        raise meta.fail("attention.head_count_kv", f"is {n_head_kv}, which does not divide {n_head} heads")
+    head_dim = meta.integer("attention.key_length", n_embd // n_head, high=1024)
+    n_ctx_train = meta.integer("context_length", high=1 << 30)
+    embeddings = file.tensors.get("token_embd.weight")
+    if embeddings is None:
+        raise ModelFileError(f"{file.paths[0]}: has no token_embd.weight: the file is incomplete")
+    first = file.expert_parts(moe_layers[0])
+    assert first is not None
+    eps = meta.number("attention.layer_norm_rms_epsilon")
+    if not 0 <= eps < 1:
+        raise meta.fail("attention.layer_norm_rms_epsilon", f"is {eps}")
+    return ModelSpec(
+        architecture=meta.architecture,
+        n_layers=n_layers,
+        n_embd=n_embd,
+        n_vocab=embeddings.shape[1],
+        n_ctx_train=n_ctx_train,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        head_dim_v=meta.integer("attention.value_length", head_dim, high=1024),
+        n_ff=meta.integer("feed_forward_length", first[0].n_out),
+        n_ff_expert=meta.integer("expert_feed_forward_length", first[0].n_out),
+        n_expert=n_expert,
+        top_k=top_k,
+        moe_layers=moe_layers,
+        rms_eps=eps,
+        rope=meta.rope(head_dim, n_ctx_train, neox=neox),
+        normalise_weights=normalise_weights,
+        weights_scale=meta.number("expert_weights_scale", 0.0) or 1.0,
+        tied_embeddings="output.weight" not in file.tensors,
+    )
+
+
+def check_tensors(file: GgufFile, spec: ModelSpec, wanted: Mapping[str, Shape], optional: Mapping[str, Shape]) -> None:
+    """Raise ModelFileError unless the file holds exactly `wanted`, maybe some of `optional`, and consistent experts.
+
+    Shapes are in ggml's order. Vectors must be F32, as ggml adds and multiplies only those.
+    """
+    path = file.paths[0]
+    expected = {**wanted, **optional}
+    for name, shape in expected.items():
+        info = file.tensors.get(name)
+        if info is None:
+            if name in wanted:
+                raise ModelFileError(f"{path}: tensor {name} is missing: the file is incomplete")
+            continue
+        full = (*shape, *([1] * (4 - len(shape))))
+        if info.shape != full:
+            raise ModelFileError(
+                f"{path}: tensor {name} has the shape {_text(info)}, its hyper-parameters say {list(shape)}: the file is damaged"
+            )
+        if len(shape) == 1 and info.type != GgmlType.F32:
+            raise ModelFileError(f"{path}: tensor {name} is {info.type.name}, Sluice needs F32 here: convert it again")
+        _check_weight_type(file, info)
+    experts = {f"blk.{i}.ffn_{part}" for i in spec.moe_layers for part in
+               ("gate_exps.weight", "up_exps.weight", "down_exps.weight", "gate_up_exps.weight", "exps.packed")}  # fmt: skip
+    unknown = sorted(set(file.tensors) - set(expected) - experts)
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise ModelFileError(
+            f"{path}: unknown tensor {unknown[0]}{more}: this {spec.architecture} variant is not supported"
+        )
+    for layer in spec.moe_layers:
+        _check_experts(file, spec, layer)
+
+
+def _check_experts(file: GgufFile, spec: ModelSpec, layer: int) -> None:
+    parts = file.expert_parts(layer)
+    assert parts is not None
+    for part in parts:
+        n_in, n_out = (spec.n_ff_expert, spec.n_embd) if part.role == "down" else (spec.n_embd, spec.n_ff_expert)
+        if (part.n_in, part.n_out) != (n_in, n_out):
+            raise ModelFileError(
+                f"{file.paths[0]}: layer {layer}'s {part.role} experts are [{part.n_in}, {part.n_out}], "
+                f"its hyper-parameters say [{n_in}, {n_out}]: the file is damaged"
+            )
+        if part.type not in WEIGHT_TYPES:
+            raise ModelFileError(
+                f"{file.paths[0]}: layer {layer}'s experts are {part.type.name}: ggml can't multiply that"
+            )
+    if (count := expert_count(file, parts)) != spec.n_expert:
+        raise ModelFileError(
+            f"{file.paths[0]}: layer {layer} has {count} experts, its hyper-parameters say {spec.n_expert}: the file is damaged"
+        )
+
+
+def expert_count(file: GgufFile, parts: tuple[ExpertPart, ...]) -> int:
+    """How many experts the tensor that `parts` lie in holds."""
+    for info in file.tensors.values():
+        if info.file == parts[0].file and info.offset <= parts[0].offset < info.offset + info.n_bytes:
+            return info.n_bytes // parts[0].stride
+    raise ModelFileError(f"{file.paths[0]}: an expert lies outside its tensor: the file is damaged")
+
+
+def _check_weight_type(file: GgufFile, info: TensorInfo) -> None:
+    if info.type not in WEIGHT_TYPES:
+        raise ModelFileError(f"{file.paths[0]}: tensor {info.name} is {info.type.name}: ggml can't multiply that type")
+
+
+def _text(info: TensorInfo) -> str:
+    shape = list(info.shape)
+    while len(shape) > 1 and shape[-1] == 1:
+        shape.pop()
+    return str(shape)
