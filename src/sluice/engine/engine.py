@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sluice.config import EngineConfig, usable_cores
 from sluice.engine.budget import MemoryNeeds, MemoryPlan, plan_memory
+from sluice.engine.generate import Generation, Token
 from sluice.engine.ledger import PhaseLedger
 from sluice.engine.memory import free_bytes, page_cache_bytes, rss_bytes
 from sluice.engine.pairs import PAIR_LIMIT, ROW_MAP_BYTES, PairGraphs, scratch_bytes
@@ -21,7 +22,7 @@ from sluice.engine.session import Session
 from sluice.engine.step import Stepper
 from sluice.engine.weights import DenseWeights, dense_tensors
 from sluice.engine.workspace import CHUNK, Workspace
-from sluice.errors import ContextError, EngineClosed, InputError
+from sluice.errors import ContextError, EngineClosed, InputError, TemplateError
 from sluice.experts.policies import make_policy
 from sluice.ggml import Backend, GraphAllocator, Library, load_library
 from sluice.gguf import GgufFile, open_gguf
@@ -31,18 +32,12 @@ from sluice.io.pool_reader import PoolReader
 from sluice.models import family_of
 from sluice.models.kv_cache import KV_TYPES, KVCache, kv_bytes
 from sluice.store import ExpertStore, ReaderFactory, expert_layout
-# from sluice.text.sampling import Sampler, SamplingParams
+from sluice.text.chat import render_chat
+from sluice.text.sampling import SamplingParams
 from sluice.text.tokenizer import Tokenizer
 
 DEFAULT_CTX = 4096
 OUTPUT_ROWS = 16  # logits rows in the workspace, at least one a stream
-
-
-class Token(NamedTuple):
-    """A generated token: its id, and the text that became safe to show with it (maybe none yet)."""
-
-    id: int
-    text: str
 
 
 class Engine:
@@ -244,6 +239,48 @@ class Engine:
             for chunk in self._chunks(0, whole):
                 rows.append(self._step("prefill", [(session, chunk)], range(len(chunk))).copy())
         return np.concatenate(rows)
+
+    # --- text
+
+    def encode_prompt(self, prompt: str, *, raw: bool = False) -> list[int]:
+        """Token ids of `prompt`, as one user message in the model's chat template if it has one, unless `raw`."""
+        if raw or self.tokenizer.chat_template is None:
+            return self.tokenizer.encode(prompt)
+        return self.encode_chat([{"role": "user", "content": prompt}])
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the answer. Raises TemplateError."""
+        tokenizer = self.tokenizer
+        if tokenizer.chat_template is None:
+            raise TemplateError("the model has no chat template: use --raw")
+        text = render_chat(
+            tokenizer.chat_template, messages, bos_token=self._token_text("bos"), eos_token=self._token_text("eos")
+        )
+        # most templates write the start token themselves
+        ids = tokenizer.encode(text, special=True, bos=False)
+        if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+            ids.insert(0, tokenizer.bos_id)
+        return ids
+
+    def _token_text(self, name: str) -> str:
+        id = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        known = isinstance(id, int) and 0 <= id < self.tokenizer.n_vocab
+        return self.tokenizer.token_bytes(id).decode(errors="replace") if known else ""
+
+    def generate(
+        self, prompt: str | Sequence[int], max_tokens: int = 256, *, raw: bool = False, session: Session | None = None,
+        stop: Sequence[str] = (), ignore_eos: bool = False, **sampling: Any,
+    ) -> Iterator[Token]:  # fmt: skip
+        """Tokens that follow `prompt`: text (see `encode_prompt`) or ids. `sampling` are SamplingParams' fields.
+
+        With `session`, the prompt is appended to it and the answer stays in it.
+        """
+        self._check_open()
+        ids = self.encode_prompt(prompt, raw=raw) if isinstance(prompt, str) else self._checked(prompt)
+        params = SamplingParams(**sampling)
+        with ExitStack() as stack:
+            own = session if session is not None else stack.enter_context(self.session())
+            yield from Generation(own, ids, params, max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos)
 
     # --- results
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from sluice.experts.cache import CacheCounters
+from sluice.experts.counters import CacheCounters
 from sluice.io.reader import ReaderStats
 
 
@@ -34,9 +34,13 @@ class PhaseLedger:
         self.io_busy_s += after.busy_s - before.busy_s
         self.io_depth_s += after.depth_s - before.depth_s
 
-    def add_cache(self, more: CacheCounters) -> None:
+    def add(self, step: PhaseLedger) -> None:
+        """Add the figures of `step`."""
+        for each in fields(self):
+            if each.name != "cache":
+                setattr(self, each.name, getattr(self, each.name) + getattr(step, each.name))
         for name in CacheCounters.__slots__:
-            setattr(self.cache, name, getattr(self.cache, name) + getattr(more, name))
+            setattr(self.cache, name, getattr(self.cache, name) + getattr(step.cache, name))
 
     @property
     def host_s(self) -> float:

@@ -5,6 +5,7 @@ It knows columns and streams; what tokens mean, and who gets which logits, is th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 
@@ -21,6 +22,8 @@ from sluice.models.kv_cache import padded
 from sluice.models.spec import ModelSpec
 from sluice.store import ExpertStore
 from sluice.types import ExpertKey
+
+RECENT_STEPS = 4096  # ledgers of single steps that are kept
 
 
 class Demand:
@@ -64,6 +67,7 @@ class Stepper:
         self.prefetch = prefetch
         self.overlap = overlap
         self.n_steps = 0
+        self.recent: deque[PhaseLedger] = deque(maxlen=RECENT_STEPS)
         self._ledger = PhaseLedger()
         self._guessed = np.empty((0, 0), np.int32)  # [n_tokens, top_k], for the layer to come
 
@@ -76,7 +80,7 @@ class Stepper:
         outputs than fit the workspace). After an exception the store must be `abort`ed.
         """
         began = perf_counter()
-        self._ledger = ledger
+        self._ledger = step = PhaseLedger(steps=1)
         io_before, cache_before = self.store.reader.stats(), self.store.cache.counters.copy()
         shape = self._write_inputs(streams, outputs)
         segments = self.segments.of(shape)
@@ -89,11 +93,12 @@ class Stepper:
             logits = self._logits(shape)
         finally:
             self.n_steps += 1
-            ledger.steps += 1
-            ledger.tokens += shape.n_tokens
-            ledger.add_io(io_before, self.store.reader.stats())
-            ledger.add_cache(self.store.cache.counters - cache_before)
-            ledger.wall_s += perf_counter() - began
+            step.tokens = shape.n_tokens
+            step.add_io(io_before, self.store.reader.stats())
+            step.cache = self.store.cache.counters - cache_before
+            step.wall_s = perf_counter() - began
+            ledger.add(step)
+            self.recent.append(step)
         return logits
 
     # --- inputs and outputs

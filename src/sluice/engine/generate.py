@@ -1,0 +1,120 @@
+"""Turns prompts into tokens: prefill, sample, decode in lockstep, stop. Knows no chat format and no printing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sluice.text.detokenize import StreamDecoder
+from sluice.text.sampling import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from sluice.engine.engine import Engine
+    from sluice.engine.session import Session
+
+
+class Token(NamedTuple):
+    """A generated token: its id, and the text that became safe to show with it (maybe none yet)."""
+
+    id: int
+    text: str
+
+
+class Generation:
+    """One request: an iterator of Tokens, with what it took beside them.
+
+    `finish_reason` is "stop" (end of text, or a stop string) or "length" (max_tokens, or a full context), None while it
+    runs. `ttft_s`: from the start of prefill to the first token. `intervals_s`: between tokens after that. The token
+    that ends the text isn't yielded.
+    """
+
+    def __init__(
+        self, session: Session, prompt: Sequence[int], params: SamplingParams, *,
+        max_tokens: int = 256, stop: Sequence[str] = (), ignore_eos: bool = False,
+    ) -> None:  # fmt: skip
+        self.session = session
+        self.engine: Engine = session.engine
+        self.prompt = list(prompt)
+        self.max_tokens = max_tokens
+        self.ignore_eos = ignore_eos
+        self.sampler = Sampler(params)
+        self.decoder = StreamDecoder(self.engine.tokenizer, stop)
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.finish_reason: str | None = None
+        self.ttft_s: float | None = None
+        self.intervals_s: list[float] = []
+        self._last: float = 0.0
+
+    @property
+    def seed(self) -> int:
+        return self.sampler.seed
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def start(self) -> Token | None:
+        """Prefill, and the first token (None if the text ends at once)."""
+        self._last = began = perf_counter()
+        if self.max_tokens < 1:
+            self.finish_reason = "length"
+            return None
+        token = self.take(self.session.feed(self.prompt))
+        self.ttft_s = perf_counter() - began
+        self.intervals_s.clear()
+        return token
+
+    def take(self, logits: np.ndarray) -> Token | None:
+        """Sample from `logits` [n_vocab]; None when that ends the text without a token to show."""
+        # some files pad the head beyond the tokens there are
+        id = self.sampler.sample(logits[: self.engine.tokenizer.n_vocab], self.session.tokens)
+        now = perf_counter()
+        self.intervals_s.append(now - self._last)
+        self._last = now
+        if id in self.engine.tokenizer.eos_ids and not self.ignore_eos:
+            return self._end("stop", None)
+        self.tokens.append(id)
+        text = self.decoder.push(id)
+        if self.decoder.stopped:
+            return self._end("stop", Token(id, text))
+        # the token after the last that fits could be sampled, but its own successor could not
+        if len(self.tokens) >= self.max_tokens or self.session.n_left < 1:
+            return self._end("length", Token(id, text))
+        self.pieces.append(text)
+        return Token(id, text)
+
+    def _end(self, reason: str, token: Token | None) -> Token | None:
+        self.finish_reason = reason
+        rest = "" if self.decoder.stopped else self.decoder.finish()
+        if token is not None:
+            token = Token(token.id, token.text + rest)
+            rest = token.text
+        elif rest and self.tokens:
+            token = Token(self.tokens[-1], rest)  # text held back with the last token: shown now
+        self.pieces.append(rest)
+        return token
+
+    def __iter__(self) -> Iterator[Token]:
+        for _, token in run([self]):
+            yield token
+
+
+def run(generations: Sequence[Generation]) -> Iterator[tuple[int, Token]]:
+    """Prefill each, then decode all that are unfinished in one step a token: (index, token) as they come."""
+    for i, generation in enumerate(generations):
+        token = generation.start()
+        if token is not None:
+            yield i, token
+    live = [i for i, g in enumerate(generations) if g.finish_reason is None]
+    while live:
+        going = [generations[i] for i in live]
+        logits = going[0].engine.decode([g.session for g in going], [g.tokens[-1] for g in going])
+        for row, i in enumerate(live):
+            token = generations[i].take(logits[row])
+            if token is not None:
+                yield i, token
+        live = [i for i in live if generations[i].finish_reason is None]
