@@ -53,7 +53,7 @@ def plan_memory(
     """
 
     def total(slots: int) -> int:
-        return int((needs.fixed + slots * slot_bytes) / (1 - SLACK)) + 1
+        return budget_for(needs, slot_bytes, slots)
 
     if expert_slots is not None:
         slots = min(expert_slots, all_slots)
@@ -74,6 +74,11 @@ def plan_memory(
             f"--ram {round_up_size(total(least_slots))} (a shorter --ctx or fewer streams lower it)"
         )
     return MemoryPlan(budget, slots, needs, slot_bytes, floor_slots)
+
+
+def budget_for(needs: MemoryNeeds, slot_bytes: int, slots: int) -> int:
+    """The smallest budget, bytes, that holds `slots` slots."""
+    return int((needs.fixed + slots * slot_bytes) / (1 - SLACK)) + 1
 
 
 def round_up_size(n: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from sluice.engine.session import Session
 from sluice.engine.step import Stepper
 from sluice.engine.weights import DenseWeights, dense_tensors
 from sluice.engine.workspace import CHUNK, Workspace
-from sluice.errors import ContextError, EngineClosed, InputError, TemplateError
+from sluice.errors import ContextError, EngineClosed, InputError, ReadError, TemplateError
 from sluice.experts.policies import make_policy
 from sluice.ggml import Backend, GraphAllocator, Library, load_library
 from sluice.gguf import GgufFile, open_gguf
@@ -44,14 +45,17 @@ class Engine:
     """A model, open and ready; a context manager, used by one thread at a time.
 
     `plan` says how the memory was divided, `spec` what the model is, `mode` every knob that can change the output.
+    With `plan_only`, opening ends there: no tensor is read, no pool made, and the engine is closed at once.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], config: EngineConfig, *,
         progress: Callable[[int, int], None] | None = None, make_reader: ReaderFactory | None = None,
+        plan_only: bool = False,
     ) -> None:  # fmt: skip
         began = perf_counter()
         self.config = config
+        self._plan_only = plan_only
         self._stack = ExitStack()
         self._closed = False
         try:
@@ -59,6 +63,8 @@ class Engine:
         except BaseException:
             self.close()
             raise
+        if plan_only:
+            self.close()
         self.load_s = perf_counter() - began
 
     @classmethod
@@ -93,7 +99,7 @@ class Engine:
         self.threads = config.threads or min(usable_cores(), 16)
         kv_types = tuple(KV_TYPES[name] for name in config.kv_names)
         n_tokens = max(min(CHUNK, self.n_ctx), config.streams)
-        n_outputs = max(OUTPUT_ROWS, config.streams)
+        n_outputs = min(max(OUTPUT_ROWS, config.streams), n_tokens)
 
         # All memory is set out first, untouched; only when the budget holds it is anything read.
         if config.read_rate is not None:
@@ -105,6 +111,7 @@ class Engine:
         backend = enter(Backend(self.library, self.threads))
         weights = enter(DenseWeights(self.library, dense_tensors(self.file)))
         family = family_type(spec, weights.tensors)
+        self._n_tokens = n_tokens
         kv = enter(KVCache(self.library, spec, (kv_types[0], kv_types[1]), self.n_ctx, config.streams))
         workspace = enter(
             Workspace(
@@ -128,6 +135,8 @@ class Engine:
             least_slots=spec.top_k, floor_slots=len(spec.moe_layers) * spec.top_k,
             all_slots=len(spec.moe_layers) * spec.n_expert,
         )  # fmt: skip
+        if self._plan_only:
+            return
         policy = make_policy(config.policy, n_layers=spec.n_layers)
         self.store = enter(
             ExpertStore(
@@ -186,8 +195,12 @@ class Engine:
     ) -> np.ndarray:
         self._check_open()
         streams = [(session.stream, len(session.tokens), ids) for session, ids in parts]
+        if len({stream for stream, _, _ in streams} - {-1}) < len(streams):
+            raise InputError("a step takes open sessions, each once: one of these is closed or given twice")
         try:
             logits = self._stepper.run(streams, outputs, self.ledger[phase])
+            if changed := self.files.changed():
+                raise ReadError(changed)
         except BaseException:
             self.store.abort()
             raise
@@ -197,12 +210,33 @@ class Engine:
 
     def prefill(self, session: Session, ids: Sequence[int]) -> np.ndarray:
         """Feed `ids` in chunks; logits [n_vocab] after the last. Use Session.feed, which checks that they fit."""
-        ids = self._checked(ids)
-        logits = None
-        for chunk in self._chunks(len(session.tokens), ids):
-            logits = self._step("prefill", [(session, chunk)], [len(chunk) - 1])
-        assert logits is not None
-        return logits[0]
+        [(_, logits)] = self.prefill_many([(session, ids)])
+        return logits
+
+    def prefill_many(self, prompts: Sequence[tuple[Session, Sequence[int]]]) -> Iterator[tuple[int, np.ndarray]]:
+        """Feed each session its prompt, short prompts together in one step, so that each expert is read once for all.
+
+        Yields (index, logits [n_vocab] after its last token) as prompts end; the logits are valid until the next step.
+        """
+        waiting = deque(
+            (i, session, list(self._chunks(len(session.tokens), self._checked(ids))))
+            for i, (session, ids) in enumerate(prompts)
+        )
+        while waiting:
+            parts, ends, room = [], [], self._n_tokens
+            while waiting and len(waiting[0][2][0]) <= room:
+                i, session, chunks = waiting.popleft()
+                chunk = chunks.pop(0)
+                room -= len(chunk)
+                parts.append((session, chunk))
+                if not chunks:
+                    ends.append((i, self._n_tokens - room - 1))
+                    continue
+                waiting.appendleft((i, session, chunks))  # its next chunk needs this one's keys: a step of its own
+                break
+            logits = self._step("prefill", parts, [column for _, column in ends])
+            for row, (i, _) in enumerate(ends):
+                yield i, logits[row]
 
     @staticmethod
     def _chunks(position: int, ids: list[int]) -> Iterator[list[int]]:
@@ -264,8 +298,9 @@ class Engine:
 
     def _token_text(self, name: str) -> str:
         id = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        known = isinstance(id, int) and 0 <= id < self.tokenizer.n_vocab
-        return self.tokenizer.token_bytes(id).decode(errors="replace") if known else ""
+        if not isinstance(id, int) or not 0 <= id < self.tokenizer.n_vocab:
+            return ""
+        return self.tokenizer.token_bytes(id).decode(errors="replace")
 
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int = 256, *, raw: bool = False, session: Session | None = None,

@@ -47,7 +47,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.ttft_s: float | None = None
         self.intervals_s: list[float] = []
-        self._last: float = 0.0
+        self._began = self._last = 0.0
 
     @property
     def seed(self) -> int:
@@ -57,23 +57,23 @@ class Generation:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def start(self) -> Token | None:
-        """Prefill, and the first token (None if the text ends at once)."""
-        self._last = began = perf_counter()
+    def begin(self) -> bool:
+        """Check the prompt and start the clock; False when nothing is to be generated."""
+        self._last = self._began = perf_counter()
+        self.session.check_room(self.prompt)
         if self.max_tokens < 1:
             self.finish_reason = "length"
-            return None
-        token = self.take(self.session.feed(self.prompt))
-        self.ttft_s = perf_counter() - began
-        self.intervals_s.clear()
-        return token
+        return self.max_tokens > 0
 
     def take(self, logits: np.ndarray) -> Token | None:
         """Sample from `logits` [n_vocab]; None when that ends the text without a token to show."""
         # some files pad the head beyond the tokens there are
         id = self.sampler.sample(logits[: self.engine.tokenizer.n_vocab], self.session.tokens)
         now = perf_counter()
-        self.intervals_s.append(now - self._last)
+        if self.ttft_s is None:
+            self.ttft_s = now - self._began
+        else:
+            self.intervals_s.append(now - self._last)
         self._last = now
         if id in self.engine.tokenizer.eos_ids and not self.ignore_eos:
             return self._end("stop", None)
@@ -104,15 +104,22 @@ class Generation:
 
 
 def run(generations: Sequence[Generation]) -> Iterator[tuple[int, Token]]:
-    """Prefill each, then decode all that are unfinished in one step a token: (index, token) as they come."""
-    for i, generation in enumerate(generations):
-        token = generation.start()
+    """Prefill all, then decode those unfinished together, one token a step: (index, token) as they come.
+
+    All belong to one engine. Company changes no token.
+    """
+    if not generations:
+        return
+    engine = generations[0].engine
+    started = [i for i, g in enumerate(generations) if g.begin()]
+    for at, logits in engine.prefill_many([(generations[i].session, generations[i].prompt) for i in started]):
+        token = generations[started[at]].take(logits)
         if token is not None:
-            yield i, token
+            yield started[at], token
     live = [i for i, g in enumerate(generations) if g.finish_reason is None]
     while live:
         going = [generations[i] for i in live]
-        logits = going[0].engine.decode([g.session for g in going], [g.tokens[-1] for g in going])
+        logits = engine.decode([g.session for g in going], [g.tokens[-1] for g in going])
         for row, i in enumerate(live):
             token = generations[i].take(logits[row])
             if token is not None:

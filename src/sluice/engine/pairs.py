@@ -33,6 +33,7 @@ class PairGraphs:
         self.store = store
         self.allocator = allocator
         self._kept: OrderedDict[tuple[int, int, bool], tuple[Context, Graph]] = OrderedDict()
+        self._generation = allocator.generation
 
     def __enter__(self) -> PairGraphs:
         return self
@@ -54,6 +55,9 @@ class PairGraphs:
 
     def kept(self, layer: int, n: int, n_tokens: int) -> Graph:
         """A graph of `n` pairs of `layer`: inputs pair_slots, pair_rows and, unless there is one token, pair_tokens."""
+        if self._generation != self.allocator.generation:
+            self.close()
+            self._generation = self.allocator.generation
         key = (layer, n, n_tokens == 1)
         found = self._kept.get(key)
         if found is None:

@@ -88,9 +88,12 @@ class SegmentGraphs:
             built = _Built()
             try:
                 for i in range(len(self.spec.moe_layers) + 1):
-                    context, graph = self._placed(*self._segment(shape, i))
+                    context, graph = self._segment(shape, i)
                     built.contexts.append(context)
                     built.graphs.append(graph)
+                self._make_room(built.graphs, shape)
+                for graph in built.graphs:
+                    self.allocator.place(graph)
             except BaseException:
                 built.close()
                 raise
@@ -187,11 +190,24 @@ class SegmentGraphs:
 
     # --- reserving
 
+    def _make_room(self, graphs: list[Graph], shape: BatchShape) -> None:
+        """Grow the scratch memory for a shape that `reserve` did not foresee: several streams' prompts in one step."""
+        if len(shape.columns) == 1 or shape.n_tokens == len(shape.columns):
+            return
+        before = self.allocator.generation
+        for graph in graphs:
+            self.allocator.reserve(graph)
+        if self.allocator.generation != before:
+            for built in self._shapes.values():
+                built.close()
+            self._shapes.clear()
+
     def reserve(self, n_tokens: int, n_ctx: int, n_streams: int) -> None:
         """Make the allocator large enough for every graph of up to `n_tokens` prompt tokens or `n_streams` streams."""
         n_kv = padded(n_ctx)
         shapes = [BatchShape((Columns(0, n_tokens, n_kv),), 1)]
         shapes.append(BatchShape(tuple(Columns(s, 1, n_kv) for s in range(n_streams)), n_streams))
+        shapes.append(BatchShape(tuple(Columns(s, n_tokens // n_streams, n_kv) for s in range(n_streams)), n_streams))
         for shape in shapes:
             for i in range(len(self.spec.moe_layers) + 1):
                 context, graph = self._segment(shape, i)

@@ -38,14 +38,18 @@ class Session:
         return self.engine.n_ctx - len(self.tokens)
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
-        """Append a prompt; logits [n_vocab] after its last token. Raises ContextError when it doesn't fit."""
+        """Append a prompt; logits [n_vocab] after its last token, valid until the next step. Raises ContextError."""
+        self.check_room(ids)
+        return self.engine.prefill(self, ids)
+
+    def check_room(self, ids: Sequence[int]) -> None:
+        """Raise ContextError unless `ids` are some and fit what is left of the context."""
         if not ids:
             raise ContextError("nothing to feed: give at least one token")
         if len(ids) > self.n_left:
             raise ContextError(
                 f"{len(ids)} tokens do not fit: {len(self.tokens)} of {self.engine.n_ctx} positions are taken; raise --ctx"
             )
-        return self.engine.prefill(self, ids)
 
     def rewind(self, n: int) -> None:
         """Forget all but the first `n` tokens."""

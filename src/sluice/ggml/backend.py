@@ -96,8 +96,8 @@ class Buffer:
 class GraphAllocator:
     """Scratch memory that many graphs share, one running at a time; a context manager.
 
-    `reserve` the largest graphs first: growing later would move the memory under graphs already placed, so `place`
-    refuses a graph that does not fit.
+    `reserve` the largest graphs first: growing moves the memory under graphs already placed, which `generation` tells
+    (it counts the moves). `place` never moves it: it refuses a graph that does not fit.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -106,6 +106,7 @@ class GraphAllocator:
             self.library.ggml_backend_get_default_buffer_type(backend.ptr)
         )
         self.n_bytes = 0
+        self.generation = 0
 
     def __enter__(self) -> GraphAllocator:
         return self
@@ -114,10 +115,12 @@ class GraphAllocator:
         self.close()
 
     def reserve(self, graph: Graph) -> None:
-        """Make room for `graph`. Every graph placed before is invalid after this."""
+        """Make room for `graph`. If that moves the memory, every graph placed before is invalid."""
         if not self.library.ggml_gallocr_reserve(self._ptr, graph.ptr):
             raise GgmlError("out of memory for compute buffers: lower --ctx or raise --ram")
-        self.n_bytes = self.library.ggml_gallocr_get_buffer_size(self._ptr, 0)
+        n_bytes = self.library.ggml_gallocr_get_buffer_size(self._ptr, 0)
+        self.generation += n_bytes != self.n_bytes
+        self.n_bytes = n_bytes
 
     def place(self, graph: Graph) -> None:
         """Give every node of `graph` its place in the scratch memory."""

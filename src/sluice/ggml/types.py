@@ -41,6 +41,8 @@ class GgmlType(IntEnum):
     TQ2_0 = 35
     MXFP4 = 39
     NVFP4 = 40
+    Q1_0 = 41
+    Q2_0 = 42
 
 
 # What ggml's CPU backend can multiply as weights; F64 and the integers are storage only, Q8_1 and Q8_K activations only.
