@@ -1,0 +1,1 @@
+"""Text in and out: token ids, streamed text, chat templates, sampling. Knows nothing of models, files or weights."""
