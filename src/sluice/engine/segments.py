@@ -14,6 +14,7 @@ from sluice.engine.workspace import Workspace, columns, elements
 from sluice.ggml import Context, Graph, GraphAllocator, Tensor
 from sluice.models.blocks import AttentionInputs, Family, Segment, combine
 from sluice.models.kv_cache import KVCache, padded
+from sluice.models.spec import ModelSpec
 
 KEPT_SHAPES = 4  # batch shapes whose graphs are kept for reuse
 
@@ -35,6 +36,14 @@ class BatchShape(NamedTuple):
     @property
     def n_tokens(self) -> int:
         return sum(c.n for c in self.columns)
+
+    def n_wanted(self, layer: int, spec: ModelSpec, room: int) -> int:
+        """Columns whose experts `layer` must run: in the last layer only those that logits are wanted of.
+
+        With more outputs than the workspace has `room` for, all columns.
+        """
+        last = layer == spec.n_layers - 1
+        return self.n_outputs if last and self.n_outputs <= room else self.n_tokens
 
 
 class _Built:
@@ -115,9 +124,10 @@ class SegmentGraphs:
             if i == 0:
                 x = family.embed(c, elements(c, ws.tokens, n))
             else:
-                weights = family.routing_weights(c, columns(c, ws.scores, n), columns(c, ws.routed, n))
-                pairs = c.view(ws.pairs, (spec.n_embd, spec.top_k, n))
-                x = combine(c, columns(c, ws.residual, n), pairs, weights)
+                m = max(1, shape.n_wanted(moe[i - 1], spec, ws.n_outputs))
+                weights = family.routing_weights(c, columns(c, ws.scores, m), columns(c, ws.routed, m))
+                pairs = c.view(ws.pairs, (spec.n_embd, spec.top_k, m))
+                x = combine(c, columns(c, ws.residual, m), pairs, weights)
             inputs = self._attention_inputs(c, graph, shape)
             for layer in layers:
                 x = family.attention(c, layer, x, inputs)
@@ -125,8 +135,10 @@ class SegmentGraphs:
                     x = family.dense_ffn(c, layer, x)
             if last:
                 self._head(c, graph, x, shape)
+            elif (wanted := shape.n_wanted(moe[i], spec, ws.n_outputs)) == 0:
+                graph.add(x)
             else:
-                self._router(c, graph, x, i, n)
+                self._router(c, graph, self._outputs(c, x, wanted), i, wanted)
             return c, graph
         except BaseException:
             c.close()
@@ -167,9 +179,12 @@ class SegmentGraphs:
         if n_outputs > ws.n_outputs:  # logits of a whole chunk: left in the residual, taken in blocks by `head`
             graph.add(c.cpy(x, columns(c, ws.residual, shape.n_tokens)))
             return
-        if n_outputs < shape.n_tokens:
-            x = c.get_rows(x, elements(c, ws.outputs, n_outputs))
+        x = self._outputs(c, x, n_outputs)
         graph.add(c.cpy(self.family.head(c, x), columns(c, ws.logits, n_outputs)))
+
+    def _outputs(self, c: Context, x: Tensor, n: int) -> Tensor:
+        """The `n` columns of `x` that logits are wanted of (all of them when there are no others)."""
+        return x if x.shape[1] == n else c.get_rows(x, elements(c, self.workspace.outputs, n))
 
     def head(self, start: int, n: int, *, place: bool = True) -> tuple[Context, Graph]:
         """A graph of the logits of residual columns [start, start + n); the caller closes its context."""

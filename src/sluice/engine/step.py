@@ -88,8 +88,10 @@ class Stepper:
         try:
             for i, layer in enumerate(self.spec.moe_layers):
                 self._compute(segments[i])
-                self._experts(i, layer, shape.n_tokens, scan)
-            self._compute(segments[-1])
+                if n := shape.n_wanted(layer, self.spec, self.workspace.n_outputs):
+                    self._experts(i, shape, n, scan)
+            if shape.n_outputs or self.spec.moe_layers[-1] != self.spec.n_layers - 1:
+                self._compute(segments[-1])
             logits = self._logits(shape)
         finally:
             self.n_steps += 1
@@ -138,9 +140,9 @@ class Stepper:
 
     # --- experts
 
-    def _experts(self, i: int, layer: int, n: int, scan: bool) -> None:
-        """Compute every pair of a layer, each as soon as its expert is resident."""
-        arrays, store, n_layers = self.workspace.arrays, self.store, self.spec.n_layers
+    def _experts(self, i: int, shape: BatchShape, n: int, scan: bool) -> None:
+        """Compute every pair of the i-th layer with experts over `n` columns, each as soon as its expert is resident."""
+        arrays, store, n_layers, layer = self.workspace.arrays, self.store, self.spec.n_layers, self.spec.moe_layers[i]
         routed = arrays["routed"][:n]
         routed[:] = arrays["selected"][:n]
         demand = Demand(routed)
@@ -150,7 +152,7 @@ class Stepper:
         store.expire(tick)
         keys = [ExpertKey(layer, e) for e in demand.experts]
         plan = waves(keys, store.n_slots, store.cache.resident)
-        guess = self._predictions(i, n) if self.prefetch else None
+        guess = self._predictions(i, shape, n) if self.prefetch else None
         acquired = self._acquire(plan.groups[0], tick, scan)
         for j, group in enumerate(plan.groups):
             ahead = None
@@ -174,10 +176,9 @@ class Stepper:
                 self.store.expire(tick + 2 * self.spec.n_layers)  # give up every prefetch that has not begun
                 self._wait(block=bool(self.store.cache.reads_in_flight()))
 
-    def _predictions(self, i: int, n: int) -> list[ExpertKey] | None:
+    def _predictions(self, i: int, shape: BatchShape, n: int) -> list[ExpertKey]:
         """The next layer's likely experts, those wanted most first; also scores the guess made for this layer."""
-        moe = self.spec.moe_layers
-        arrays = self.workspace.arrays
+        moe, arrays = self.spec.moe_layers, self.workspace.arrays
         if i > 0:
             now = arrays["selected"][:n]
             if n == 1:
@@ -187,8 +188,10 @@ class Stepper:
             self._ledger.predicted += now.size
             self._ledger.predicted_right += right
         if i + 1 == len(moe):
-            return None
-        self._guessed = arrays["predicted"][:n].copy()
+            return []
+        wanted = shape.n_wanted(moe[i + 1], self.spec, self.workspace.n_outputs)
+        guessed = arrays["predicted"][:n]
+        self._guessed = guessed[arrays["outputs"][:wanted]] if wanted < n else guessed.copy()
         if n == 1:
             ranked = self._guessed[0].tolist()
         else:

@@ -84,6 +84,8 @@ class Buffer:
         """Lay `tensor`'s data at `offset` bytes into this memory."""
         if offset % ALIGNMENT or offset < 0 or offset + tensor.n_bytes > self.n_bytes:
             raise GgmlError(f"{tensor!r} can't lie at byte {offset} of {self.n_bytes}")
+        if tensor.address:  # ggml aborts
+            raise GgmlError(f"{tensor!r} has its place in memory already")
         if self.library.ggml_backend_tensor_alloc(self._ptr, tensor.ptr, self.address + offset):
             raise GgmlError(f"ggml can't place {tensor!r}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sluice.errors import GgmlError
 
-OLDEST, NEWEST_TRIED = (0, 20, 2), (0, 25, 1)
+OLDEST, NEWEST_TRIED = (0, 20, 2), (0, 26, 0)
 
 ptr, i64, size, i32, f32, text = C.c_void_p, C.c_int64, C.c_size_t, C.c_int, C.c_float, C.c_char_p
 
@@ -167,50 +167,74 @@ class Library:
         return found
 
 
-def _libraries_in(folder: Path) -> tuple[Path, Path] | None:
-    """The base and CPU libraries of a folder, searched a few levels deep."""
+def _find(folder: Path, part: str) -> list[Path]:
+    """The libraries `ggml-PART` or `ggml-PART-VARIANT` of a folder, searched a few levels deep."""
     suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
-    found = []
-    for part in ("base", "cpu"):
-        names = [f"{prefix}ggml-{part}{suffix}" for prefix in ("lib", "")]
-        places = (
-            place for depth in ("", "*/", "*/*/") for name in names for place in sorted(folder.glob(depth + name))
-        )
-        place = next(places, None)
-        if place is None:
-            return None
-        found.append(place)
-    return found[0], found[1]
+    for depth in ("", "*/", "*/*/"):
+        for prefix in ("lib", ""):
+            stem = f"{prefix}ggml-{part}"
+            found = [*folder.glob(f"{depth}{stem}{suffix}"), *sorted(folder.glob(f"{depth}{stem}-*{suffix}"))]
+            if found:
+                return found
+    return []
+
+
+def _best(variants: list[Path]) -> C.CDLL:
+    """The CPU library that suits this machine best, by the score each variant gives itself (0: it can't run here)."""
+    if len(variants) == 1:
+        return C.CDLL(str(variants[0]))
+    best, best_score = None, 0
+    for path in variants:
+        try:
+            library = C.CDLL(str(path))
+            score = library.ggml_backend_score()
+        except (OSError, AttributeError):
+            continue
+        if score > best_score:
+            best, best_score = library, score
+    if best is None:
+        raise OSError("no CPU variant runs on this machine")
+    return best
+
+
+def _load_folder(folder: Path) -> Library:
+    base, cpus = _find(folder, "base"), _find(folder, "cpu")
+    if not base or not cpus:
+        raise GgmlError(f"no ggml-base and ggml-cpu library in {folder}: name the folder that holds them")
+    # ggml-cpu needs ggml-base by its soname, which the loader finds because base is in the process already
+    return Library(C.CDLL(str(base[0])), _best(cpus), folder)
+
+
+def _load_file(path: Path) -> Library:
+    """One library that holds everything, or a CPU variant with ggml-base beside it."""
+    base = _find(path.parent, "base")
+    if base:
+        return Library(C.CDLL(str(base[0])), C.CDLL(str(path)), path)
+    whole = C.CDLL(str(path))
+    return Library(whole, whole, path)
 
 
 _loaded: dict[Path, Library] = {}
 
 
 def load_library(path: str | Path | None = None) -> Library:
-    """Load ggml from `path` (a folder, or a file in it), or from the installed `libggml-python`.
+    """Load ggml from `path`, or from the installed `libggml-python`.
+
+    In a folder with several CPU variants the one that suits this machine best is taken. A file names one of them, or
+    is a library that holds all of ggml (as llama.cpp's Python packages do).
 
     Raises GgmlError when there is none, or it lacks a call, or is older than Sluice needs.
     """
     if path is None:
         spec = importlib.util.find_spec("libggml")
         if spec is None or spec.origin is None:
-            raise GgmlError(
-                "ggml is not installed: pip install libggml-python, or name a folder that holds its libraries"
-            )
-        folder = Path(spec.origin).parent
+            raise GgmlError("ggml is not installed: pip install libggml-python, or name a folder with its libraries")
+        place = Path(spec.origin).parent.resolve()
     else:
-        folder = Path(path).expanduser()
-        folder = folder.parent if folder.is_file() else folder
-    folder = folder.resolve()
-    if folder not in _loaded:
-        places = _libraries_in(folder)
-        if places is None:
-            raise GgmlError(f"no ggml-base and ggml-cpu library in {folder}: name the folder that holds them")
+        place = Path(path).expanduser().resolve()
+    if place not in _loaded:
         try:
-            # ggml-cpu needs ggml-base by its soname, which the loader finds because base is in the process already.
-            base = C.CDLL(str(places[0]))
-            cpu = C.CDLL(str(places[1]))
+            _loaded[place] = _load_file(place) if place.is_file() else _load_folder(place)
         except OSError as e:
-            raise GgmlError(f"ggml in {folder} does not load on this machine ({e}): reinstall libggml-python") from e
-        _loaded[folder] = Library(base, cpu, folder)
-    return _loaded[folder]
+            raise GgmlError(f"ggml in {place} does not load on this machine ({e}): reinstall libggml-python") from e
+    return _loaded[place]

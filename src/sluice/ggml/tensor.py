@@ -52,6 +52,11 @@ class Tensor:
         return row_bytes(self.library, self.type, self.shape[0]) * self.shape[1] * self.shape[2] * self.shape[3]
 
     @property
+    def whole_rows(self) -> bool:
+        """The elements of a row follow each other."""
+        return self.strides[0] == self.library.ggml_type_size(self.type)
+
+    @property
     def contiguous(self) -> bool:
         return self.strides == contiguous_strides(self.library, self.type, self.shape)
 
@@ -139,7 +144,9 @@ class Context:
                 for j in range(i + 1, 4):
                     nb[j] = nb[j - 1] * full[j - 1]
         last = offset + sum((n - 1) * s for n, s in zip(full[1:], nb[1:], strict=True))
-        last += row_bytes(self.library, a.type, full[0])
+        row = row_bytes(self.library, a.type, full[0])
+        last += row
+        last = max(last, offset + row * full[1] * full[2] * full[3])  # ggml aborts if rows overlap by so much
         span = a.n_bytes if a.contiguous else sum((n - 1) * s for n, s in zip(a.shape[1:], a.strides[1:], strict=True))
         span = span if a.contiguous else span + row_bytes(self.library, a.type, a.shape[0])
         _need(offset >= 0 and last <= span, f"a view of {list(shape)} ends at byte {last} of {a!r}, which has {span}")
@@ -205,13 +212,16 @@ class Context:
         return self._elementwise("div", a, b)
 
     def scale(self, a: Tensor, factor: float) -> Tensor:
+        _need(a.type == GgmlType.F32 and a.contiguous, f"scale needs contiguous F32, not {a!r}")
         return self._new(self.library.ggml_scale(self._ptr, a.ptr, factor), a.type, a.shape)
 
     def clamp(self, a: Tensor, low: float, high: float) -> Tensor:
         """In place, as ggml's clamp is."""
+        _need(a.type == GgmlType.F32, f"clamp needs F32, not {a!r}")
         return self._new(self.library.ggml_clamp(self._ptr, a.ptr, low, high), a.type, a.shape, a.strides)
 
     def sum_rows(self, a: Tensor) -> Tensor:
+        _need(a.type == GgmlType.F32 and a.whole_rows, f"sum_rows needs F32, not {a!r}")
         return self._new(self.library.ggml_sum_rows(self._ptr, a.ptr), a.type, (1, *a.shape[1:]))
 
     def rms_norm(self, a: Tensor, eps: float) -> Tensor:
@@ -232,6 +242,7 @@ class Context:
     def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
         """`w` [n_in, n_out] times `x` [n_in, n]: [n_out, n], F32."""
         fits = w.shape[0] == x.shape[0] and x.shape[2] % w.shape[2] == 0 and x.shape[3] % w.shape[3] == 0
+        fits = fits and w.whole_rows and x.whole_rows
         _need(fits and x.type == GgmlType.F32 and w.type in WEIGHT_TYPES, f"can't multiply {w!r} by {x!r}")
         shape = (w.shape[1], *x.shape[1:])
         return self._new(self.library.ggml_mul_mat(self._ptr, w.ptr, x.ptr), GgmlType.F32, shape)
@@ -240,7 +251,7 @@ class Context:
         """Matrices `ids` [n_used, n] (I32) of `w` [n_in, n_out, n_matrices], each times its column of
         `x` [n_in, n_used or 1, n]: [n_out, n_used, n], F32. The ids themselves are not checked."""
         fits = w.shape[0] == x.shape[0] and x.shape[2] == ids.shape[1] and ids.shape[0] % x.shape[1] == 0
-        fits = fits and w.shape[3] == x.shape[3] == ids.shape[2] == 1
+        fits = fits and w.shape[3] == x.shape[3] == ids.shape[2] == 1 and w.whole_rows and x.whole_rows
         types = x.type == GgmlType.F32 and ids.type == GgmlType.I32 and w.type in WEIGHT_TYPES
         _need(fits and types, f"can't multiply {w!r} by {x!r} with {ids!r}")
         shape = (w.shape[1], ids.shape[0], x.shape[2])
