@@ -1,0 +1,35 @@
+"""The commands under one name; knows none of their business."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sluice import __version__
+from sluice.cli.bench import bench
+from sluice.cli.chat import chat
+from sluice.cli.doctor import doctor
+from sluice.cli.inspect import inspect
+from sluice.cli.pack import pack
+from sluice.cli.run import run
+
+app = typer.Typer(name="sluice", add_completion=False, pretty_exceptions_enable=False)
+for command in (run, chat, bench, inspect, pack, doctor):
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    app.command(command.__name__, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Run Mixture-of-Experts language models that are larger than memory: experts are read from the model file as the
+    router asks for them, within the memory that --ram gives."""
+    if version:
+        print(__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+    else:
+        return
+    raise typer.Exit

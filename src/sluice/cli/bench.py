@@ -1,0 +1,196 @@
+"""`sluice bench`: how fast a model runs here, and what bounds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from sluice.cli.bench_compare import ARMS, compare
+from sluice.cli.bench_repeats import Plan, measure
+from sluice.cli.opening import open_engine, resolve_model
+from sluice.cli.options import (
+    EngineOptions,
+    Json,
+    Model,
+    PromptOptions,
+    SamplingOptions,
+    arguments,
+    check_count,
+    grouped,
+)
+from sluice.cli.run import sampling_params
+from sluice.cli.signals import deferred
+from sluice.cli.terminal import emit, note, print_table
+from sluice.config import format_size, parse_size
+from sluice.errors import InputError
+
+MAX_STREAMS, MAX_COUNT = 1024, 1 << 24
+_LATER = {"prerouted": "a prerouter", "oracle": "recorded routes", "reroute": "rerouting"}
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Length of the made-up prompts.")]
+Gen = Annotated[int, typer.Option("--gen", "-n", metavar="N", help="Tokens to generate in each stream.")]
+Repeat = Annotated[int, typer.Option("--repeat", metavar="R", help="Repeats; the result is their median.")]
+Streams = Annotated[
+    int, typer.Option("--streams", metavar="N", help="Sequences that decode together, one step a token.")
+]
+ReadRate = Annotated[
+    str | None, typer.Option("--read-rate", metavar="SIZE", help="Emulate a disk of that many bytes a second.")
+]
+NoOverlap = Annotated[
+    bool, typer.Option("--no-overlap", help="Wait for all experts of a layer before computing any: the naive way.")
+]
+RawRead = Annotated[
+    bool, typer.Option("--raw-read", help="Measure raw reading, 1 s before and after each repeat, and bound by that.")
+]
+Compare = Annotated[
+    str | None, typer.Option("--compare", metavar="MODES", help=f"Compare some of {', '.join(ARMS)}, as a,b,c.")
+]
+
+
+@grouped
+def bench(
+    *,
+    model: Model = "demo",
+    prompt: PromptOptions,
+    prompt_tokens: PromptTokens = 32,
+    gen: Gen = 32,
+    repeat: Repeat = 3,
+    streams: Streams = 1,
+    read_rate: ReadRate = None,
+    no_overlap: NoOverlap = False,
+    raw_read: RawRead = False,
+    compare_modes: Compare = None,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    json: Json = False,
+) -> int:
+    """Measure decoding: the median over repeats of all streams' tokens a second, prompts not counted.
+
+    Without a prompt, stream s gets the ids 100 + s + 16 i (modulo the vocabulary) and seed + s. The end of text is
+    ignored; temperature 1 and nothing cut off unless given; --ctx is what prompt and tokens need. Every repeat starts
+    anew but for the expert pool: cold (empty) in the first, warm after. --compare runs each mode in a process of its
+    own, each repeat all modes in turn, each with a cold pool: naive (on demand, no overlap), demand (overlap, no
+    prefetch), exact (both). --raw-read reads at an expert part's size and the engine's mean depth so far.
+    """
+    for name, value in (
+        ("--prompt-tokens", prompt_tokens),
+        ("--gen", gen),
+        ("--repeat", repeat),
+        ("--streams", streams),
+    ):
+        if check_count(name, value) > (MAX_STREAMS if name == "--streams" else MAX_COUNT):
+            raise InputError(
+                f"{name} {value} is too large: give at most {MAX_STREAMS if name == '--streams' else MAX_COUNT}"
+            )
+    rate = None if read_rate is None else parse_size(read_rate)
+    n_prompt = prompt_tokens if prompt.ids is None else len(prompt.ids)
+    config = engine.config(
+        default_policy="lru" if streams == 1 else "cyclic",
+        ctx=n_prompt + gen if prompt.prompt is None else None,
+        streams=streams, read_rate=rate, overlap=not no_overlap,
+    )  # fmt: skip
+    params = sampling_params(sampling, temperature=1.0, top_p=1.0)
+    plan = Plan(
+        prompt=prompt.ids or prompt.prompt, raw=prompt.raw, prompt_tokens=prompt_tokens, gen=gen, repeats=repeat,
+        streams=streams, params=params, stop=tuple(sampling.stop or ()), raw_read=raw_read,
+    )  # fmt: skip
+    if compare_modes is not None:
+        modes = _modes(compare_modes, no_overlap or engine.no_prefetch)
+        words = [
+            f"--prompt-tokens={prompt_tokens}", f"--gen={gen}", f"--streams={streams}",
+            *([] if read_rate is None else [f"--read-rate={read_rate}"]),
+            *(["--raw-read"] if raw_read else []),
+            *arguments(prompt), *arguments(engine), *arguments(replace(sampling, seed=params.seed)),
+        ]  # fmt: skip
+        compared = compare(str(resolve_model(model)), modes, words, rounds=repeat)
+        if json:
+            emit(compared)
+        else:
+            _show_arms(compared)
+        return 0
+    path = resolve_model(model)
+    with deferred() as stop, open_engine(path, config, stop) as opened:
+        result = measure(opened, plan, stop)
+    if json:
+        emit(result)
+    else:
+        _show_repeats(result)
+    note(f"mode {result['mode']['routing']}, kv {result['mode']['kv']}, policy {config.policy}, seed {params.seed}")
+    return 0
+
+
+def _modes(text: str, fixed: bool) -> list[str]:
+    """The arms of --compare. Raises InputError naming what is unknown or not there yet."""
+    modes = [mode.strip() for mode in text.split(",")]
+    for mode in modes:
+        if (kind := mode.partition(":")[0]) in _LATER:
+            raise InputError(
+                f"--compare {kind} is not available in this version, which has no {_LATER[kind]}: "
+                f"choose from {', '.join(ARMS)}"
+            )
+        if mode not in ARMS:
+            raise InputError(f"--compare {mode!r} is unknown: choose from {', '.join(ARMS)}")
+    if len(set(modes)) < len(modes):
+        raise InputError(f"--compare {text} names a mode twice: name each once")
+    if fixed:
+        raise InputError("--compare sets overlap and prefetch itself: leave out --no-overlap and --no-prefetch")
+    return modes
+
+
+_HEADS = (
+    "tok/s",
+    "ms/step p50",
+    "p95",
+    "hit rate",
+    "read/step",
+    "waiting",
+    "bottleneck",
+    "bound ms",
+    "compute ms",
+    "read ms",
+)
+
+
+def _figures(one: dict[str, Any]) -> list[str]:
+    """The columns of _HEADS for a repeat or an arm."""
+    from sluice.engine.report import bottleneck, hit_rate, wait_share
+
+    decode, limit = one["ledger"]["decode"], one["bound"] or {}
+
+    def text(value: float | None, form: str) -> str:
+        return "–" if value is None else form.format(value)
+
+    def ms(name: str) -> str:
+        seconds = limit.get(name)
+        return text(None if seconds is None else seconds * 1e3, "{:.1f}")
+
+    return [
+        text(one["tok_per_s"], "{:.2f}"),
+        text(one["itl_ms"]["p50"], "{:.1f}"),
+        text(one["itl_ms"]["p95"], "{:.1f}"),
+        text(hit_rate(decode), "{:.1%}"),
+        format_size(round(decode["bytes_read"] / decode["steps"])) if decode["steps"] else "–",
+        text(wait_share(decode), "{:.0%}"),
+        bottleneck(decode) or "–",
+        ms("bound_s"), ms("compute_s"), ms("read_s"),
+    ]  # fmt: skip
+
+
+def _show_repeats(result: dict[str, Any]) -> None:
+    rows = [[f"{i} ({one['pool']} pool)", *_figures(one)] for i, one in enumerate(result["repeats"], 1)]
+    tok_per_s = result["tok_per_s"]
+    speed = "no token was decoded" if tok_per_s is None else f"median {tok_per_s:.2f} tok/s"
+    budget = "" if result["budget_bytes"] is None else f" of a budget of {format_size(result['budget_bytes'])}"
+    title = f"{speed}; {result['slots']} expert slots{budget}, peak memory {format_size(result['peak_rss_bytes'])}"
+    print_table(["repeat", *_HEADS], rows, title=title)
+
+
+def _show_arms(compared: dict[str, Any]) -> None:
+    rows = []
+    for mode, arm in compared["arms"].items():
+        against = compared["relative"][mode]
+        rows.append([mode, *_figures(arm), "–" if against is None else f"{against:.2f}×"])
+    first = next(iter(compared["arms"]))
+    title = f"medians of {compared['rounds']}, every run in a process of its own with a cold pool"
+    print_table(["mode", *_HEADS, f"against {first}"], rows, title=title)

@@ -1,0 +1,113 @@
+"""From a MODEL argument to an open engine, with what the user should be told; knows no command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sluice.cli.signals import Stop
+from sluice.cli.terminal import note, progress_bar
+from sluice.config import EngineConfig, format_size
+from sluice.errors import ContextError, GgmlError, InputError
+
+if TYPE_CHECKING:
+    from sluice.engine import Engine, Session
+    from sluice.ggml import Library
+
+
+def resolve_model(model: str) -> Path:
+    """The file of a MODEL argument; builds the demo model the first time. Raises InputError."""
+    if model == "nano":
+        raise InputError("nano is not available yet in this version: use demo, or give a GGUF file")
+    if model != "demo":
+        return Path(model)
+    from sluice.demo import demo_path, ensure_demo
+
+    if not demo_path().exists():
+        note("building the demo model, once")
+    with progress_bar("building the demo model") as progress:
+        return ensure_demo(lambda share: progress(share, 1.0))
+
+
+def load_ggml(path: str | Path | None) -> Library:
+    """ggml's library; one that the user named and that does not do is the input's fault."""
+    from sluice.ggml import load_library
+
+    try:
+        return load_library(path)
+    except GgmlError as error:
+        if path is not None:
+            raise InputError(str(error)) from error
+        raise
+
+
+def open_engine(path: Path, config: EngineConfig, stop: Stop) -> Engine:
+    """An engine, ready. Ends where `stop` asks for it."""
+    from sluice.engine import Engine
+
+    load_ggml(config.ggml)
+    stop.check()
+    with progress_bar("loading the resident weights") as show:
+
+        def progress(done: int, total: int) -> None:
+            stop.check()
+            show(done, total)
+
+        engine = Engine(path, config, progress=progress)
+    try:
+        stop.check()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def announce(engine: Engine) -> None:
+    """Say on stderr what was chosen and what is doubtful; for when nothing is left that could be refused."""
+    from sluice.engine.budget import DEFAULT_SHARE, budget_for, round_up_size
+
+    plan, spec, config = engine.plan, engine.spec, engine.config
+    if config.ram is None and config.expert_slots is None and plan.budget is not None:
+        of = len(spec.moe_layers) * spec.n_expert
+        note(
+            f"budget {format_size(plan.budget)}, {DEFAULT_SHARE:.0%} of the memory that is free (--ram sets it): "
+            f"{plan.slots} of {of} experts fit"
+        )
+    if plan.below_floor:
+        enough = round_up_size(budget_for(plan.needs, plan.slot_bytes, plan.floor_slots))
+        note(
+            f"warning: {plan.slots} expert slots are fewer than the {plan.floor_slots} experts that one token needs, "
+            f"so few reads are saved: --ram {enough} holds them"
+        )
+    if not engine.library.tried:
+        note(f"warning: ggml {engine.library.version} is newer than any that Sluice was tried with")
+
+
+def check_prompt(engine: Engine, ids: Sequence[int]) -> None:
+    """Raise InputError or ContextError for a prompt that a new session of `engine` can't take."""
+    if not ids:
+        raise InputError("the prompt has no tokens: give it some text")
+    if (last := max(ids)) >= engine.spec.n_vocab:
+        raise InputError(f"token id {last} is outside of the vocabulary of {engine.spec.n_vocab}: give smaller ids")
+    if len(ids) > engine.n_ctx:
+        raise ContextError(
+            f"the prompt has {len(ids)} tokens and the context {engine.n_ctx} positions: shorten it, or raise --ctx"
+        )
+
+
+def feed_ahead(session: Session, ids: list[int], stop: Stop) -> list[int]:
+    """Feed all of a prompt but its last chunk, which is returned; looks at `stop` between chunks.
+
+    The chunks are those that feeding it at once would make, so the result has the same bits.
+    """
+    from sluice.engine.workspace import CHUNK
+
+    start = 0
+    with progress_bar("reading the prompt") as show:
+        while (end := start + CHUNK - len(session.tokens) % CHUNK) < len(ids):
+            session.feed(ids[start:end])
+            start = end
+            stop.check()
+            show(start, len(ids))
+    return ids[start:]
