@@ -46,7 +46,10 @@ def measure_read(
     """
     if not isinstance(source, ModelFiles):
         with ModelFiles([source]) as files:
-            return measure_read(files, n_bytes=n_bytes, depth=depth, seconds=seconds, file=file, span=span, seed=seed)
+            return measure_read(
+                files, n_bytes=n_bytes, depth=depth, seconds=seconds, memory_bytes=memory_bytes, file=file, span=span,
+                seed=seed,
+            )  # fmt: skip
     if n_bytes <= 0 or depth <= 0:
         raise ValueError(f"size and depth must be positive, not {n_bytes} and {depth}")
     opened = source[file]
