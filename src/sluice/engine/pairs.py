@@ -15,6 +15,7 @@ from sluice.store import ExpertStore
 PAIR_LIMIT = 1024  # pairs of one graph: bounds its scratch memory
 ROW_MAP_ENTRY = 8  # ggml's mul_mat_id keeps a table of slots × pairs × 8 bytes ...
 ROW_MAP_BYTES = 32 << 20  # ... which may take this much
+PAIR_TENSORS = 24  # more than a pair graph has
 KEPT_GRAPHS = 1024
 KEPT_PAIRS = 256  # larger graphs are prompt chunks', which rarely come again
 
@@ -81,20 +82,24 @@ class PairGraphs:
         return c, graph
 
     def _build(self, layer: int, n: int, single: bool, first: int, n_slots: int) -> tuple[Context, Graph]:
-        ws, d = self.workspace, self.family.spec.n_embd
-        c = Context(self.allocator.library, 24, n_graphs=1)
+        c = Context(self.allocator.library, PAIR_TENSORS, n_graphs=1)
         try:
-            gate, up, down = self.store.matrices(c, layer, first, n_slots)
-            if single:
-                x, ids = c.view(ws.normed, (d, 1, 1)), c.view(ws.pair_slots, (n, 1))
-            else:
-                x = c.reshape(c.get_rows(ws.normed, elements(c, ws.pair_tokens, n)), d, 1, n)
-                ids = c.view(ws.pair_slots, (1, n))
-            inner = self.family.activation(c, c.mul_mat_id(gate, x, ids), c.mul_mat_id(up, x, ids))
-            out = c.reshape(c.mul_mat_id(down, inner, ids), d, n)
             graph = c.graph()
-            graph.add(c.set_rows(ws.pairs, out, elements(c, ws.pair_rows, n)))
+            self.append(c, graph, layer, n, single, first, n_slots)
             return c, graph
         except BaseException:
             c.close()
             raise
+
+    def append(self, c: Context, graph: Graph, layer: int, n: int, single: bool, first: int, n_slots: int) -> None:
+        """Add to `graph` what computes `n` pairs of `layer`; needs PAIR_TENSORS in `c`."""
+        ws, d = self.workspace, self.family.spec.n_embd
+        gate, up, down = self.store.matrices(c, layer, first, n_slots)
+        if single:
+            x, ids = c.view(ws.normed, (d, 1, 1)), c.view(ws.pair_slots, (n, 1))
+        else:
+            x = c.reshape(c.get_rows(ws.normed, elements(c, ws.pair_tokens, n)), d, 1, n)
+            ids = c.view(ws.pair_slots, (1, n))
+        inner = self.family.activation(c, c.mul_mat_id(gate, x, ids), c.mul_mat_id(up, x, ids))
+        out = c.reshape(c.mul_mat_id(down, inner, ids), d, n)
+        graph.add(c.set_rows(ws.pairs, out, elements(c, ws.pair_rows, n)))

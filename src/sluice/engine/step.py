@@ -70,6 +70,8 @@ class Stepper:
         self.recent: deque[PhaseLedger] = deque(maxlen=RECENT_STEPS)
         self._ledger = PhaseLedger()
         self._guessed = np.empty((0, 0), np.int32)  # [n_tokens, top_k], for the layer to come
+        self._joining: list[ExpertKey] = []  # pairs written down, to be computed with the next segment
+        self._held: list[ExpertKey] = []  # pinned until then
 
     def run(
         self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger
@@ -86,12 +88,13 @@ class Stepper:
         segments = self.segments.of(shape)
         scan = shape.n_tokens > len(streams)
         try:
+            self._joining = []
             for i, layer in enumerate(self.spec.moe_layers):
-                self._compute(segments[i])
+                self._segment(segments, shape, i)
                 if n := shape.n_wanted(layer, self.spec, self.workspace.n_outputs):
                     self._experts(i, shape, n, scan)
             if shape.n_outputs or self.spec.moe_layers[-1] != self.spec.n_layers - 1:
-                self._compute(segments[-1])
+                self._segment(segments, shape, len(segments) - 1)
             logits = self._logits(shape)
         finally:
             self.n_steps += 1
@@ -102,6 +105,15 @@ class Stepper:
             ledger.add(step)
             self.recent.append(step)
         return logits
+
+    def _segment(self, segments: list[Graph], shape: BatchShape, i: int) -> None:
+        """Run segment `i`, and in its graph the pairs of the layer before that were left to it."""
+        if not self._joining:
+            self._compute(segments[i])
+            return
+        self._compute(self.segments.joined(shape, i, len(self._joining), self.pairs))
+        self.store.release(self._held)
+        self._joining = []
 
     # --- inputs and outputs
 
@@ -160,7 +172,10 @@ class Stepper:
                 ahead = self._acquire(plan.groups[j + 1], tick, scan)
             elif guess:
                 store.prefetch(guess, tick - layer + guess[0].layer)
-            self._compute_wave(layer, demand, group, acquired, n)
+            self._compute_wave(layer, demand, group, acquired, n, join=shape.n_tokens == 1 and group is plan.groups[-1])
+            if self._joining:
+                self._held = group
+                return
             store.release(group)
             if j + 1 < len(plan.groups):
                 acquired = ahead or self._acquire(plan.groups[j + 1], tick, scan)
@@ -192,7 +207,7 @@ class Stepper:
         wanted = shape.n_wanted(moe[i + 1], self.spec, self.workspace.n_outputs)
         guessed = arrays["predicted"][:n]
         self._guessed = guessed[arrays["outputs"][:wanted]] if wanted < n else guessed.copy()
-        if n == 1:
+        if len(self._guessed) == 1:
             ranked = self._guessed[0].tolist()
         else:
             experts, counts = np.unique(self._guessed, return_counts=True)
@@ -200,8 +215,9 @@ class Stepper:
         return [ExpertKey(moe[i + 1], e) for e in ranked]
 
     def _compute_wave(
-        self, layer: int, demand: Demand, group: list[ExpertKey], acquired: Acquired, n: int
+        self, layer: int, demand: Demand, group: list[ExpertKey], acquired: Acquired, n: int, *, join: bool
     ) -> None:
+        """Compute a group's pairs as their experts arrive; with `join`, the last of them may be left to the next segment."""
         slots = dict(zip(group, acquired.slots, strict=True))
         pending = {key for key in acquired.waiting if not self.store.cache.resident(key)}
         ready = [key for key in group if key not in pending]
@@ -211,7 +227,7 @@ class Stepper:
             ready = group
         while ready or pending:
             if ready:
-                self._compute_pairs(layer, demand, ready, slots, n)
+                self._compute_pairs(layer, demand, ready, slots, n, join=join and not pending)
             if not pending:
                 return
             arrived = self._wait()
@@ -225,7 +241,7 @@ class Stepper:
         return arrived
 
     def _compute_pairs(
-        self, layer: int, demand: Demand, keys: list[ExpertKey], slots: dict[ExpertKey, int], n: int
+        self, layer: int, demand: Demand, keys: list[ExpertKey], slots: dict[ExpertKey, int], n: int, *, join: bool
     ) -> None:
         """Compute all pairs of `keys`, which are resident in `slots`."""
         pair_slots, pair_rows = self.workspace.arrays["pair_slots"], self.workspace.arrays["pair_rows"]
@@ -234,7 +250,10 @@ class Stepper:
             for at, key in enumerate(keys):
                 pair_slots[at] = slots[key]
                 pair_rows[at] = demand.pairs[key.expert][0]
-            self._compute(self.pairs.kept(layer, len(keys), 1))
+            if join and len(keys) in (1, demand.top_k):  # the usual cases; each kind is a set of graphs to keep
+                self._joining = keys
+            else:
+                self._compute(self.pairs.kept(layer, len(keys), 1))
             return
         for group, first, n_slots in _pair_groups(demand, keys, slots):
             rows = np.concatenate([demand.pairs[key.expert] for key in group])
