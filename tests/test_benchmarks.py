@@ -1,0 +1,84 @@
+"""The benchmarks' own plumbing at toy size: a file is written, an arm walks it, another replays what it walked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SHAPE = ["--layers=2", "--experts=8", "--top-k=2", "--ff=256", "--dim=256", "--heads=2", "--kv-heads=1", "--vocab=512"]
+
+
+def run(script: str, *words: object) -> list[dict[str, Any]]:
+    """The JSON lines that a script prints."""
+    command = [sys.executable, str(FOLDER / script), *map(str, words)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("benchmarks") / "toy.gguf"
+    [figures] = run("synth.py", path, *SHAPE)
+    assert figures["bytes"] == path.stat().st_size
+    shares = ("adjacent", "share_of_experts_for_95", "pinned_hit_at_13.4", "lru_hit_at_13.4")
+    assert all(0 <= figures[name] <= 1 for name in shares)
+    assert figures["adjacent_over_chance"] > 1  # tokens share their cluster's experts
+    return path
+
+
+def test_a_synthetic_file_has_the_shape_asked_for(synthetic: Path) -> None:
+    reader = gguf.GGUFReader(synthetic)
+    assert reader.fields["general.architecture"].contents() == "qwen3moe"
+    shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
+    assert shapes["blk.1.ffn_down_exps.weight"] == [256, 256, 8]
+    assert "blk.2.attn_q.weight" not in shapes
+
+
+def test_an_existing_file_is_not_overwritten(synthetic: Path) -> None:
+    before = synthetic.stat()
+    result = subprocess.run(
+        [sys.executable, str(FOLDER / "synth.py"), str(synthetic), *SHAPE], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert "--force" in result.stderr.splitlines()[-1]
+    assert synthetic.stat() == before
+
+
+def test_a_resident_arm_replays_a_streamed_arms_tokens(synthetic: Path, tmp_path: Path) -> None:
+    walk = tmp_path / "walk.json"
+    shape = ("--prompt", 8, "--warm-up", 3, "--gen", 4, "--repeat", 2, "--streams", 2)
+    raw = ("--raw", "--raw-seconds", 0.01, "--tolerance", 2)  # two rates never differ by more than twice their mean
+    streamed = run("arm.py", synthetic, "--expert-slots", 6, *shape, *raw, "--dump", walk)
+    resident = run("arm.py", synthetic, "--resident", "--replay", walk)
+
+    assert [one["span"] for one in streamed] == [one["span"] for one in resident] == [[3, 7], [7, 11]]
+    [dumped] = json.loads(walk.read_text())
+    assert [len(tokens) for tokens in dumped["tokens"]] == [11, 11]
+    for one in (*streamed, *resident):
+        decode = one["ledger"]["decode"]
+        assert (decode["steps"], decode["tokens"], one["kept"]) == (4, 8, True)
+        assert len(one["intervals_s"]) == 4
+        assert one["decode_s"] == sum(one["intervals_s"]) >= decode["compute_s"] > 0
+        assert one["decode_tok_per_s"] > 0 and one["itl_ms"]["p50"] > 0 and one["arm"]["expert_bytes"] > 0
+    assert all(one["ledger"]["decode"]["bytes_read"] > 0 for one in streamed)  # 6 slots can't hold 16 experts
+    assert all(one["raw"]["bytes_per_s"] > 0 and one["raw"]["depth"] >= 1 for one in streamed)
+    assert all(one["arm"]["slots"] == 16 for one in resident)
+
+
+def test_a_streamed_prompt_is_timed_alone(synthetic: Path) -> None:
+    [first, second] = run(
+        "arm.py", synthetic, "--expert-slots", 6, "--measure", "prefill", "--prompt", 20, "--walks", 2
+    )
+    for one in (first, second):
+        assert one["ledger"]["prefill"]["tokens"] == 20
+        assert one["ledger"]["decode"]["steps"] == 0
+        assert one["prefill_tok_per_s"] > 0
+        assert one["decode_s"] is None
