@@ -235,19 +235,10 @@ def test_relative_cache_home_is_ignored(tmp_path: Path, monkeypatch: pytest.Monk
     assert demo.demo_path().parent == tmp_path / ".cache" / "sluice"
 
 
-def test_real_demo_answers_in_english(tmp_path: Path) -> None:
-    try:
-        source = demo.source_path()
-    except InputError:
-        pytest.skip(f"needs the real weights: {demo.INSTALL}")
-    out = tmp_path / "demo.gguf"
-    demo.build(source, out)
-    try:
-        prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-        (ids,) = llamacpp_tokenize(out, [prompt])
-        assert "Paris" in llamacpp_detokenize(out, llamacpp_greedy(out, ids, 12))
-        expert_bytes = {t.name: t.n_bytes // 8 for t in gguf.GGUFReader(out).tensors if "_exps" in t.name}
-        assert len(expert_bytes) == 90
-        assert set(expert_bytes.values()) == {1080 * 512}  # so every expert of a tensor is misaligned alike
-    finally:
-        out.unlink()
+def test_real_demo_answers_in_english(demo_model: Path) -> None:
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    (ids,) = llamacpp_tokenize(demo_model, [prompt])
+    assert "Paris" in llamacpp_detokenize(demo_model, llamacpp_greedy(demo_model, ids, 12))
+    expert_bytes = {t.name: t.n_bytes // 8 for t in gguf.GGUFReader(demo_model).tensors if "_exps" in t.name}
+    assert len(expert_bytes) == 90
+    assert set(expert_bytes.values()) == {1080 * 512}  # so every expert of a tensor is misaligned alike

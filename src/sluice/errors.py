@@ -1,14 +1,14 @@
 """The exceptions Sluice raises on purpose. Their text is one line: the cause, then the remedy.
 
-    SluiceError
-    ├── InputError          what the user gave is at fault; the command line exits with 2
-    │   ├── ModelFileError      the model file is missing, damaged, or not a model Sluice runs
-    │   ├── BudgetError         the memory budget can't hold what must be resident
-    │   ├── ContextError        prompt and generation exceed the context
-    │   └── TemplateError       the model's chat template is broken or missing
-    ├── GgmlError           a ggml library is missing, unsuitable, or refused a call
-    ├── ReadError           the model file could not be read while running
-    └── EngineClosed        the engine was used after close()
+SluiceError
+├── InputError          what the user gave is at fault; the command line exits with 2
+│   ├── ModelFileError      the model file is missing, damaged, or not a model Sluice runs
+│   ├── BudgetError         the memory budget can't hold what must be resident
+│   ├── ContextError        prompt and generation exceed the context
+│   └── TemplateError       the model's chat template is broken or missing
+├── GgmlError           a ggml library is missing, unsuitable, or refused a call
+├── ReadError           the model file could not be read while running
+└── EngineClosed        the engine was used after close()
 """
 
 from __future__ import annotations

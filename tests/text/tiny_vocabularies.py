@@ -42,13 +42,15 @@ def _learnt(byte_level: bool) -> tuple[list[str], list[tuple[str, str]]]:
         texts = [text.replace(" ", "\u2581") for text in texts if "\x00" not in text]  # llama.cpp cuts tokens at NUL
     # A small limit on the alphabet leaves rare characters to byte tokens.
     trainer = trainers.BpeTrainer(
-        vocab_size=2500, limit_alphabet=256 if byte_level else 300, initial_alphabet=alphabet, show_progress=False,
+        vocab_size=2500,
+        limit_alphabet=256 if byte_level else 300,
+        initial_alphabet=alphabet,
+        show_progress=False,
         max_token_length=16,
     )
     engine.train_from_iterator(texts, trainer)
     vocab = engine.get_vocab()
     state = engine.model.__getstate__()
-
 
     merges = [tuple(merge) for merge in json.loads(state)["merges"]]
     return sorted(vocab, key=vocab.__getitem__), merges
@@ -84,9 +86,7 @@ def write_bpe(path: Path, pre: str, *, byte_level: bool = True, **more: object) 
     new = {text: kind for text, kind in SPECIAL.items() if text not in tokens}
     tokens += new
     kinds += new.values()
-    return _write(
-        path, "gpt2", tokens, kinds, tokenizer_pre=pre, token_merges=[f"{a} {b}" for a, b in merges], **more
-    )
+    return _write(path, "gpt2", tokens, kinds, tokenizer_pre=pre, token_merges=[f"{a} {b}" for a, b in merges], **more)
 
 
 def write_spm(path: Path, *, equal_scores: int = 1, **more: object) -> Path:

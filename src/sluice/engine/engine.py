@@ -1,4 +1,4 @@
-"""Opens a model within a budget and turns token ids into logits and tokens; knows no command line and no chat format."""
+"""Opens a model within a budget and turns token ids into logits and tokens; knows no command line, no printing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -80,7 +79,9 @@ class Engine:
 
         unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
         if unknown:
-            raise InputError(f"unknown option {unknown[0]!r}: choose from {', '.join(EngineConfig.__dataclass_fields__)}")
+            raise InputError(
+                f"unknown option {unknown[0]!r}: choose from {', '.join(EngineConfig.__dataclass_fields__)}"
+            )
         size = parse_size(ram) if isinstance(ram, str) else ram
         return cls(path, EngineConfig(ram=size, **options), progress=progress)
 
@@ -190,9 +191,7 @@ class Engine:
 
     # --- steps
 
-    def _step(
-        self, phase: str, parts: Sequence[tuple[Session, Sequence[int]]], outputs: Sequence[int]
-    ) -> np.ndarray:
+    def _step(self, phase: str, parts: Sequence[tuple[Session, Sequence[int]]], outputs: Sequence[int]) -> np.ndarray:
         self._check_open()
         streams = [(session.stream, len(session.tokens), ids) for session, ids in parts]
         if len({stream for stream, _, _ in streams} - {-1}) < len(streams):
@@ -268,10 +267,9 @@ class Engine:
         whole = self._checked(ids)
         if not whole or len(whole) > self.n_ctx:
             raise ContextError(f"{len(whole)} tokens: give 1 to {self.n_ctx}, or raise --ctx")
-        rows = []
+        rows: list[np.ndarray] = []
         with self.session() as session:
-            for chunk in self._chunks(0, whole):
-                rows.append(self._step("prefill", [(session, chunk)], range(len(chunk))).copy())
+            rows += [self._step("prefill", [(session, c)], range(len(c))).copy() for c in self._chunks(0, whole)]
         return np.concatenate(rows)
 
     # --- text
@@ -334,6 +332,4 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """The ledger since open: {"prefill": {...}, "decode": {...}}."""
         rss, cached = rss_bytes(), page_cache_bytes()
-        return {
-            name: phase.as_dict(resident_bytes=rss, page_cache_bytes=cached) for name, phase in self.ledger.items()
-        }
+        return {name: phase.as_dict(resident_bytes=rss, page_cache_bytes=cached) for name, phase in self.ledger.items()}

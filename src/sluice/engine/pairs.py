@@ -70,7 +70,7 @@ class PairGraphs:
         return found[1]
 
     def once(self, layer: int, n: int, first: int, n_slots: int) -> tuple[Context, Graph]:
-        """The same for slots [first, first + n_slots), pair_slots counted from `first`; the caller closes its context."""
+        """The same for `n_slots` slots from `first`, which pair_slots count from; the caller closes its context."""
         return self._placed(*self._build(layer, n, False, first, n_slots))
 
     def _placed(self, c: Context, graph: Graph) -> tuple[Context, Graph]:

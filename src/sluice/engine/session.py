@@ -48,7 +48,8 @@ class Session:
             raise ContextError("nothing to feed: give at least one token")
         if len(ids) > self.n_left:
             raise ContextError(
-                f"{len(ids)} tokens do not fit: {len(self.tokens)} of {self.engine.n_ctx} positions are taken; raise --ctx"
+                f"{len(ids)} tokens do not fit: {len(self.tokens)} of {self.engine.n_ctx} positions are taken; "
+                "raise --ctx"
             )
 
     def rewind(self, n: int) -> None:

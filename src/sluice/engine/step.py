@@ -153,7 +153,7 @@ class Stepper:
     # --- experts
 
     def _experts(self, i: int, shape: BatchShape, n: int, scan: bool) -> None:
-        """Compute every pair of the i-th layer with experts over `n` columns, each as soon as its expert is resident."""
+        """Compute all pairs of the i-th layer with experts over `n` columns, each once its expert is resident."""
         arrays, store, n_layers, layer = self.workspace.arrays, self.store, self.spec.n_layers, self.spec.moe_layers[i]
         routed = arrays["routed"][:n]
         routed[:] = arrays["selected"][:n]
@@ -217,7 +217,7 @@ class Stepper:
     def _compute_wave(
         self, layer: int, demand: Demand, group: list[ExpertKey], acquired: Acquired, n: int, *, join: bool
     ) -> None:
-        """Compute a group's pairs as their experts arrive; with `join`, the last of them may be left to the next segment."""
+        """Compute a group's pairs as their experts arrive; `join`: the last may be left to the next segment."""
         slots = dict(zip(group, acquired.slots, strict=True))
         pending = {key for key in acquired.waiting if not self.store.cache.resident(key)}
         ready = [key for key in group if key not in pending]

@@ -22,7 +22,7 @@ from sluice.experts.policies import Policy
 from sluice.types import ExpertKey, Read
 
 
-class CacheFull(SluiceError):  # noqa: N818  (a state, which the engine answers with smaller waves)
+class CacheFull(SluiceError):
     """Internal: an acquire wants more slots than it may claim. Nothing was changed."""
 
 

@@ -45,7 +45,7 @@ class GgmlType(IntEnum):
     Q2_0 = 42
 
 
-# What ggml's CPU backend can multiply as weights; F64 and the integers are storage only, Q8_1 and Q8_K activations only.
+# What ggml's CPU backend can multiply as weights; F64 and integers are for storage, Q8_1 and Q8_K for activations.
 WEIGHT_TYPES = frozenset(GgmlType) - {
     GgmlType.I8,
     GgmlType.I16,

@@ -169,7 +169,7 @@ def chosen_weights(c: Context, scores: Tensor, ids: Tensor, *, normalise: bool, 
 
 
 def combine(c: Context, x: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
-    """`x` plus the weighted sum of expert outputs `pairs` [n_embd, k, n], added in router order whatever was resident."""
+    """`x` plus the weighted sum of expert outputs `pairs` [n_embd, k, n], always added in router order."""
     weighted = c.mul(pairs, weights)
     n_embd, k, n = weighted.shape[:3]
     total = None

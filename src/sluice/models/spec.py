@@ -189,13 +189,14 @@ def check_tensors(file: GgufFile, spec: ModelSpec, wanted: Mapping[str, Shape], 
         full = (*shape, *([1] * (4 - len(shape))))
         if info.shape != full:
             raise ModelFileError(
-                f"{path}: tensor {name} has the shape {_text(info)}, its hyper-parameters say {list(shape)}: the file is damaged"
+                f"{path}: tensor {name} has the shape {_text(info)}, "
+                f"its hyper-parameters say {list(shape)}: the file is damaged"
             )
         if len(shape) == 1 and info.type != GgmlType.F32:
             raise ModelFileError(f"{path}: tensor {name} is {info.type.name}, Sluice needs F32 here: convert it again")
         _check_weight_type(file, info)
-    experts = {f"blk.{i}.ffn_{part}" for i in spec.moe_layers for part in
-               ("gate_exps.weight", "up_exps.weight", "down_exps.weight", "gate_up_exps.weight", "exps.packed")}  # fmt: skip
+    parts = ("gate_exps.weight", "up_exps.weight", "down_exps.weight", "gate_up_exps.weight", "exps.packed")
+    experts = {f"blk.{i}.ffn_{part}" for i in spec.moe_layers for part in parts}
     unknown = sorted(set(file.tensors) - set(expected) - experts)
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -222,7 +223,8 @@ def _check_experts(file: GgufFile, spec: ModelSpec, layer: int) -> None:
             )
     if (count := expert_count(file, parts)) != spec.n_expert:
         raise ModelFileError(
-            f"{file.paths[0]}: layer {layer} has {count} experts, its hyper-parameters say {spec.n_expert}: the file is damaged"
+            f"{file.paths[0]}: layer {layer} has {count} experts, "
+            f"its hyper-parameters say {spec.n_expert}: the file is damaged"
         )
 
 
