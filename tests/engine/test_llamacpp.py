@@ -81,9 +81,8 @@ def test_the_demo_model_agrees_with_llamacpp(demo_model: Path) -> None:
     with opened(demo_model, kv="f32", ctx=512, expert_slots=40, poison=True) as engine:
         ids = engine.tokenizer.encode(TEXT)[: N + 16]
         assert len(ids) >= 64
-        expected, other = (llamacpp_logits(demo_model, ids, chunk=chunk) for chunk in (1, 512))
-        # Thirty layers of 4-bit weights: llama.cpp is this far from itself when it takes the tokens at once.
-        own = float(np.median(differences(other, expected)[2]))
-        assert_parity(engine.logits(ids), expected, max(MEDIAN, 2 * own))
+        # One token at a time: taking them at once, llama.cpp is 0.064 from itself after thirty layers of 4-bit weights.
+        expected = llamacpp_logits(demo_model, ids, chunk=1)
+        assert_parity(engine.logits(ids), expected)
         decoded = run(engine, Prompt(ids[:PREFIX], ids[PREFIX:]))
-    assert_parity(decoded, expected[PREFIX - 1 :], max(MEDIAN, 2 * own))
+    assert_parity(decoded, expected[PREFIX - 1 :])

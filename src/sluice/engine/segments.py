@@ -135,7 +135,7 @@ class SegmentGraphs:
         last = i == len(moe)
         first_layer = moe[i - 1] + 1 if i else 0
         layers = range(first_layer, spec.n_layers if last else moe[i] + 1)
-        n_tensors = 64 + (40 + 12 * len(shape.columns)) * max(1, len(layers)) + 2 * spec.top_k
+        n_tensors = 64 + (40 + 20 * len(shape.columns)) * max(1, len(layers)) + 2 * spec.top_k
         c = Context(self.library, n_tensors + PAIR_TENSORS * bool(n_pairs), n_graphs=1)
         try:
             graph = c.graph()

@@ -73,6 +73,7 @@ _BASE: dict[str, tuple] = {
     "ggml_sum_rows": (ptr, ptr, ptr),
     "ggml_rms_norm": (ptr, ptr, ptr, f32),
     "ggml_soft_max": (ptr, ptr, ptr),
+    "ggml_soft_max_ext": (ptr, ptr, ptr, ptr, f32, f32),
     "ggml_argsort_top_k": (ptr, ptr, ptr, i32),
     "ggml_mul_mat": (ptr, ptr, ptr, ptr),
     "ggml_mul_mat_id": (ptr, ptr, ptr, ptr, ptr),

@@ -281,6 +281,21 @@ class Context:
         )  # fmt: skip
         return self._new(p, a.type, a.shape)
 
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """What `flash_attention` computes, in plain products, as llama.cpp does without flash attention: same bits.
+
+        A row's bits depend on its own length alone. Takes F32 `k` and `v`, and n_kv × n × n_head floats of scratch.
+        """
+        fits = q.shape[0] == k.shape[0] and k.shape[1:] == v.shape[1:] and q.shape[2] % k.shape[2] == 0
+        fits = fits and mask.shape[0] == k.shape[1] and mask.shape[1] == q.shape[1] and mask.contiguous
+        types = q.type == k.type == v.type == GgmlType.F32 and mask.type == GgmlType.F16
+        _need(fits and types, f"no attention of {q!r} to {k!r}, {v!r}")
+        scores = self.mul_mat(k, q)  # [n_kv, n, n_head]
+        p = self.library.ggml_soft_max_ext(self._ptr, scores.ptr, mask.ptr, scale, 0.0)
+        weights = self._new(p, GgmlType.F32, scores.shape)
+        out = self.mul_mat(self.cont(self.permute(v, 1, 0, 2, 3)), weights)  # [d_v, n, n_head]
+        return self.cont(self.permute(out, 0, 2, 1, 3))
+
     def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         """softmax(scale·qk + mask) v: `q` [d, n, n_head] F32, `k` [d, n_kv, n_head_kv], `v` [d_v, n_kv, n_head_kv],
         `mask` [n_kv, n] F16: [d_v, n_head, n], F32."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sluice.ggml import Context, Graph, Tensor
+from sluice.ggml import Context, GgmlType, Graph, Tensor
 from sluice.gguf import GgufFile
 from sluice.models.kv_cache import KVCache
 from sluice.models.spec import ModelSpec, RopeSpec, Shape
@@ -147,7 +147,9 @@ def attend(c: Context, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: Atte
         if len(inputs.segments) > 1:
             part = c.view(q, (q.shape[0], q.shape[1], segment.n), q.strides[1:3], segment.start * q.strides[2])
         keys, values = cache.read(c, layer, segment.stream, segment.n_kv)
-        out = c.flash_attention(c.permute(part, 0, 2, 1, 3), keys, values, segment.mask, scale)
+        # ggml's flash attention rounds as it likes; plain products give llama.cpp's bits, for comparisons in float32
+        attention = c.attention if keys.type == values.type == GgmlType.F32 else c.flash_attention
+        out = attention(c.permute(part, 0, 2, 1, 3), keys, values, segment.mask, scale)
         out = c.reshape(out, width, segment.n)
         if len(inputs.segments) == 1:
             return out
