@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from dataclasses import dataclass
@@ -68,10 +69,19 @@ class EngineConfig:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        for name, low in (("ram", 1), ("expert_slots", 1), ("ctx", 1), ("threads", 1), ("read_rate", 1)):
+        for name in ("ram", "expert_slots", "ctx", "threads", "read_rate", "streams", "io_threads"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < low):
-                raise InputError(f"{name} is {value}: give a whole number of at least {low}")
+            if value is None and name not in ("streams", "io_threads"):
+                continue
+            try:
+                whole = 0 if isinstance(value, bool) else operator.index(value)
+            except TypeError:
+                whole = 0
+            if whole < 1:
+                raise InputError(f"{name} is {value!r}: give a whole number of at least 1")
+            object.__setattr__(self, name, whole)  # numpy's integers overflow
+        if not isinstance(self.kv, str):
+            raise InputError(f"kv is {self.kv!r}: give the name of a type")
         if self.threads is not None and self.threads > 512:
             raise InputError(f"threads is {self.threads}: ggml takes at most 512")
         if not 1 <= self.streams <= 1024 or not 1 <= self.io_threads <= 64:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sluice.cli.signals import Stop
 from sluice.cli.terminal import note, progress_bar
-from sluice.config import EngineConfig, format_size
+from sluice.config import EngineConfig, format_size, usable_cores
 from sluice.errors import ContextError, GgmlError, InputError
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def announce(engine: Engine) -> None:
             f"warning: {plan.slots} expert slots are fewer than the {plan.floor_slots} experts that one token needs, "
             f"so few reads are saved: --ram {enough} holds them"
         )
+    if engine.threads > (cores := usable_cores()):
+        note(f"warning: {engine.threads} threads on {cores} cores wait for one another: fewer are faster")
     if not engine.library.tried:
         note(f"warning: ggml {engine.library.version} is newer than any that Sluice was tried with")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,7 +24,7 @@ from sluice.engine.session import Session
 from sluice.engine.step import Stepper
 from sluice.engine.weights import DenseWeights, dense_tensors
 from sluice.engine.workspace import CHUNK, Workspace
-from sluice.errors import ContextError, EngineClosed, InputError, ReadError, TemplateError
+from sluice.errors import ContextError, EngineClosed, InputError, ModelFileError, ReadError, TemplateError
 from sluice.experts.policies import make_policy
 from sluice.ggml import Backend, GraphAllocator, Library, load_library
 from sluice.gguf import GgufFile, open_gguf
@@ -37,13 +39,15 @@ from sluice.text.sampling import SamplingParams
 from sluice.text.tokenizer import Tokenizer
 
 DEFAULT_CTX = 4096
+PREFETCH_FLOORS = 1.5  # with fewer slots than this times one step's demand, only the cyclic policy prefetches
 OUTPUT_ROWS = 16  # logits rows in the workspace, at least one a stream
 
 
 class Engine:
     """A model, open and ready; a context manager, used by one thread at a time.
 
-    `plan` says how the memory was divided, `spec` what the model is, `mode` every knob that can change the output.
+    `plan` says how the memory was divided, `spec` what the model is, `mode` every knob that can change the output,
+    `prefetching` whether reads are issued ahead (off near the floor, where it would lose).
     With `plan_only`, opening ends there: no tensor is read, no pool made, and the engine is closed at once.
     """
 
@@ -56,7 +60,10 @@ class Engine:
         self.config = config
         self._plan_only = plan_only
         self._stack = ExitStack()
+        self._owner = os.getpid()
         self._closed = False
+        # an engine that nobody closed ends with its last reference, or with the process
+        weakref.finalize(self, _close, self._stack, self._owner)
         try:
             self._open(path, progress, make_reader or self._pool_reader)
         except BaseException:
@@ -94,6 +101,11 @@ class Engine:
         family_type = family_of(self.file)
         self.spec = spec = family_type.read_spec(self.file)
         self.tokenizer = Tokenizer.from_metadata(self.file.metadata)
+        if self.tokenizer.n_vocab > spec.n_vocab:
+            raise ModelFileError(
+                f"{self.file.paths[0]}: lists {self.tokenizer.n_vocab} tokens and embeds {spec.n_vocab}: "
+                "the file is damaged or badly converted"
+            )
         self.n_ctx = min(spec.n_ctx_train, DEFAULT_CTX) if config.ctx is None else config.ctx
         if self.n_ctx > spec.n_ctx_train:
             raise InputError(f"--ctx {self.n_ctx} exceeds the {spec.n_ctx_train} positions the model knows: lower it")
@@ -138,6 +150,10 @@ class Engine:
         )  # fmt: skip
         if self._plan_only:
             return
+        # near the floor, LRU's victims are the very experts that come next, and prefetching costs more than it brings
+        roomy = self.plan.slots >= PREFETCH_FLOORS * config.streams * self.plan.floor_slots
+        self.prefetching = config.prefetch and (roomy or config.policy == "cyclic")
+        segments.lookahead = self.prefetching
         policy = make_policy(config.policy, n_layers=spec.n_layers)
         self.store = enter(
             ExpertStore(
@@ -149,7 +165,7 @@ class Engine:
         pairs.reserve(n_pairs)
         weights.load(self.files, progress)
         self._stepper = Stepper(
-            spec, segments, pairs, workspace, self.store, backend, prefetch=config.prefetch, overlap=config.overlap
+            spec, segments, pairs, workspace, self.store, backend, prefetch=self.prefetching, overlap=config.overlap
         )
         self.ledger = {"prefill": PhaseLedger(), "decode": PhaseLedger()}
         self._streams = list(range(config.streams - 1, -1, -1))
@@ -168,11 +184,13 @@ class Engine:
     def close(self) -> None:
         """Stop reading, join threads, free memory. May be called again."""
         self._closed = True
-        self._stack.close()
+        _close(self._stack, self._owner)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed: open it again")
+        if os.getpid() != self._owner:  # a fork has none of its parent's threads
+            raise EngineClosed("the engine was opened by another process: open one in this process")
 
     # --- sessions
 
@@ -193,6 +211,8 @@ class Engine:
 
     def _step(self, phase: str, parts: Sequence[tuple[Session, Sequence[int]]], outputs: Sequence[int]) -> np.ndarray:
         self._check_open()
+        if any(session.engine is not self for session, _ in parts):
+            raise InputError("a step takes its own engine's sessions: one of these is another's")
         streams = [(session.stream, len(session.tokens), ids) for session, ids in parts]
         if len({stream for stream, _, _ in streams} - {-1}) < len(streams):
             raise InputError("a step takes open sessions, each once: one of these is closed or given twice")
@@ -256,7 +276,10 @@ class Engine:
         return self._step("decode", parts, range(len(parts)))
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        whole = [int(i) for i in ids]
+        try:
+            whole = [operator.index(i) for i in ids]
+        except TypeError as error:
+            raise InputError(f"token ids are whole numbers ({error}): give a list of them") from None
         for i in whole:
             if not 0 <= i < self.spec.n_vocab:
                 raise InputError(f"token id {i} is outside of the vocabulary of {self.spec.n_vocab}")
@@ -302,7 +325,7 @@ class Engine:
 
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int = 256, *, raw: bool = False, session: Session | None = None,
-        stop: Sequence[str] = (), ignore_eos: bool = False, **sampling: Any,
+        stop: str | Sequence[str] = (), ignore_eos: bool = False, **sampling: Any,
     ) -> Iterator[Token]:  # fmt: skip
         """Tokens that follow `prompt`: text (see `encode_prompt`) or ids. `sampling` are SamplingParams' fields.
 
@@ -311,6 +334,7 @@ class Engine:
         self._check_open()
         ids = self.encode_prompt(prompt, raw=raw) if isinstance(prompt, str) else self._checked(prompt)
         params = SamplingParams(**sampling)
+        stop = (stop,) if isinstance(stop, str) else stop
         with ExitStack() as stack:
             own = session if session is not None else stack.enter_context(self.session())
             yield from Generation(own, ids, params, max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos)
@@ -333,3 +357,9 @@ class Engine:
         """The ledger since open: {"prefill": {...}, "decode": {...}}."""
         rss, cached = rss_bytes(), page_cache_bytes()
         return {name: phase.as_dict(resident_bytes=rss, page_cache_bytes=cached) for name, phase in self.ledger.items()}
+
+
+def _close(stack: ExitStack, owner: int) -> None:
+    """Close what the process `owner` opened. In a fork of it there are no threads to join: waiting would never end."""
+    if os.getpid() == owner:
+        stack.close()

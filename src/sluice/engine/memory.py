@@ -7,8 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
 
 def _status(field: str) -> int | None:
     """A field of /proc/self/status in bytes."""
@@ -61,33 +59,52 @@ def page_cache_bytes() -> int | None:
     return int(match[1]) << 10 if match else None
 
 
-def cgroup_limit_bytes() -> int | None:
-    """The tightest memory limit of this process's control groups (version 1 or 2), or None."""
-    limits = []
-    places = [Path(p) for p in _CGROUP_LIMITS]
+def _cgroups() -> list[tuple[Path, str, str]]:
+    """This process's memory control groups, innermost first: (folder, file of the limit, field of memory.stat)."""
+    groups = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
-                places.append(Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.max")
+                root, limit, field = Path("/sys/fs/cgroup"), "memory.max", "anon"
             elif "memory" in controllers.split(","):
-                places.append(Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.limit_in_bytes")
-    for place in places:
+                root, limit, field = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "total_rss"
+            else:
+                continue
+            folder = root / path.lstrip("/")
+            groups += [(each, limit, field) for each in (folder, *folder.parents) if each.is_relative_to(root)]
+    # a container sees its own group as the root, whatever path it is told
+    return [*groups, (Path("/sys/fs/cgroup"), "memory.max", "anon")]
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The tightest memory limit of this process's control groups and theirs (version 1 or 2), or None."""
+    limits = [limit for limit, _ in _cgroup_limits()]
+    return min(limits, default=None)
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """(limit, memory in use) of each group that has a limit; page cache doesn't count as used."""
+    found = []
+    for folder, limit_file, field in _cgroups():
         with contextlib.suppress(OSError, ValueError):
-            limits.append(int(place.read_text()))  # "max" is no number
-    return min((n for n in limits if n < 1 << 60), default=None)
+            limit = int((folder / limit_file).read_text())  # "max" is no number
+            match = re.search(rf"^{field} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+            if limit < 1 << 60:
+                found.append((limit, int(match[1]) if match else 0))
+    return found
 
 
 def free_bytes() -> int:
-    """Memory that could be taken without pushing others out, within the control group's limit."""
+    """Memory that this process could have in all without pushing others out, within its control groups' limits."""
     free = None
     with contextlib.suppress(OSError):
         match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         free = int(match[1]) << 10 if match else None
     if free is None:
         free = _total_bytes() // 2
-    limit = cgroup_limit_bytes()
-    return free if limit is None else min(free, limit)
+    own = rss_bytes()
+    return min([free, *(limit - max(0, used - own) for limit, used in _cgroup_limits())])
 
 
 def _total_bytes() -> int:

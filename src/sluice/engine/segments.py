@@ -11,7 +11,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from sluice.engine.pairs import PAIR_TENSORS, PairGraphs
-from sluice.engine.workspace import Workspace, columns, elements
+from sluice.engine.workspace import LOOKAHEAD, Workspace, columns, elements
 from sluice.ggml import Context, Graph, GraphAllocator, Tensor
 from sluice.models.blocks import AttentionInputs, Family, Segment, combine
 from sluice.models.kv_cache import KVCache, padded
@@ -64,7 +64,7 @@ class _Built:
 class SegmentGraphs:
     """Builds, keeps and frees graphs over one workspace and allocator; a context manager.
 
-    `lookahead` adds the next layer's router on this layer's residual, for prefetching.
+    `lookahead` adds the routers of the layers ahead on this layer's residual, for prefetching.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class SegmentGraphs:
         )
 
     def _router(self, c: Context, graph: Graph, x: Tensor, i: int, n: int) -> None:
-        """The end of a segment: what experts read, whom the router chose, and whom the next router would choose."""
+        """The end of a segment: what experts read, whom the router chose, and whom the next ones would choose."""
         family, ws, moe, k = self.family, self.workspace, self.spec.moe_layers, self.spec.top_k
         normed = family.expert_input(c, moe[i], x)
         scores, ids = family.select(c, family.router(c, moe[i], normed), k)
@@ -186,9 +186,10 @@ class SegmentGraphs:
             c.cpy(scores, columns(c, ws.scores, n)),
             c.cpy(ids, columns(c, ws.selected, n)),
         )
-        if self.lookahead and i + 1 < len(moe):
-            guess = family.router(c, moe[i + 1], family.expert_input(c, moe[i + 1], x))
-            graph.add(c.cpy(family.select(c, guess, k)[1], columns(c, ws.predicted, n)))
+        for d, layer in enumerate(moe[i + 1 : i + 1 + LOOKAHEAD] if self.lookahead else ()):
+            guess = family.router(c, layer, family.expert_input(c, layer, x))
+            block = d * ws.n_tokens * ws.predicted.strides[1]
+            graph.add(c.cpy(family.select(c, guess, k)[1], c.view(ws.predicted, (k, n), (), block)))
         graph.add(c.cpy(x, columns(c, ws.residual, n)))
 
     def _head(self, c: Context, graph: Graph, x: Tensor, shape: BatchShape) -> None:

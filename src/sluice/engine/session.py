@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sluice.errors import ContextError
+from sluice.errors import ContextError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Session:
 
     def check_room(self, ids: Sequence[int]) -> None:
         """Raise ContextError unless `ids` are some and fit what is left of the context."""
-        if not ids:
+        if len(ids) == 0:  # numpy arrays too
             raise ContextError("nothing to feed: give at least one token")
         if len(ids) > self.n_left:
             raise ContextError(
@@ -53,7 +53,9 @@ class Session:
             )
 
     def rewind(self, n: int) -> None:
-        """Forget all but the first `n` tokens."""
+        """Forget all but the first `n` tokens. Raises InputError for a negative `n`."""
+        if n < 0:
+            raise InputError(f"can't keep {n} tokens: give 0 or more")
         del self.tokens[n:]
 
     def close(self) -> None:

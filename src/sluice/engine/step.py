@@ -14,7 +14,7 @@ import numpy as np
 from sluice.engine.ledger import PhaseLedger
 from sluice.engine.pairs import KEPT_PAIRS, PAIR_LIMIT, ROW_MAP_BYTES, ROW_MAP_ENTRY, PairGraphs
 from sluice.engine.segments import BatchShape, Columns, SegmentGraphs
-from sluice.engine.workspace import Workspace
+from sluice.engine.workspace import LOOKAHEAD, Workspace
 from sluice.experts.cache import Acquired, CacheFull
 from sluice.experts.waves import waves
 from sluice.ggml import Backend, Graph
@@ -69,7 +69,7 @@ class Stepper:
         self.n_steps = 0
         self.recent: deque[PhaseLedger] = deque(maxlen=RECENT_STEPS)
         self._ledger = PhaseLedger()
-        self._guessed = np.empty((0, 0), np.int32)  # [n_tokens, top_k], for the layer to come
+        self._guesses: dict[int, np.ndarray] = {}  # [n_tokens, top_k] for layers to come
         self._joining: list[ExpertKey] = []  # pairs written down, to be computed with the next segment
         self._held: list[ExpertKey] = []  # pinned until then
 
@@ -89,6 +89,7 @@ class Stepper:
         scan = shape.n_tokens > len(streams)
         try:
             self._joining = []
+            self._guesses.clear()
             for i, layer in enumerate(self.spec.moe_layers):
                 self._segment(segments, shape, i)
                 if n := shape.n_wanted(layer, self.spec, self.workspace.n_outputs):
@@ -164,14 +165,15 @@ class Stepper:
         store.expire(tick)
         keys = [ExpertKey(layer, e) for e in demand.experts]
         plan = waves(keys, store.n_slots, store.cache.resident)
-        guess = self._predictions(i, shape, n) if self.prefetch else None
+        if self.prefetch:
+            self._score_guess(i, n)
         acquired = self._acquire(plan.groups[0], tick, scan)
         for j, group in enumerate(plan.groups):
             ahead = None
             if plan.overlap and j + 1 < len(plan.groups):
                 ahead = self._acquire(plan.groups[j + 1], tick, scan)
-            elif guess:
-                store.prefetch(guess, tick - layer + guess[0].layer)
+            elif self.prefetch:
+                self._prefetch_ahead(i, shape, n, tick)
             self._compute_wave(layer, demand, group, acquired, n, join=shape.n_tokens == 1 and group is plan.groups[-1])
             if self._joining:
                 self._held = group
@@ -191,28 +193,35 @@ class Stepper:
                 self.store.expire(tick + 2 * self.spec.n_layers)  # give up every prefetch that has not begun
                 self._wait(block=bool(self.store.cache.reads_in_flight()))
 
-    def _predictions(self, i: int, shape: BatchShape, n: int) -> list[ExpertKey]:
-        """The next layer's likely experts, those wanted most first; also scores the guess made for this layer."""
-        moe, arrays = self.spec.moe_layers, self.workspace.arrays
-        if i > 0:
-            now = arrays["selected"][:n]
-            if n == 1:
-                right = len(set(self._guessed[0].tolist()).intersection(now[0].tolist()))
-            else:
-                right = int((self._guessed[:, :, None] == now[:, None, :]).any(axis=1).sum())
-            self._ledger.predicted += now.size
-            self._ledger.predicted_right += right
-        if i + 1 == len(moe):
-            return []
-        wanted = shape.n_wanted(moe[i + 1], self.spec, self.workspace.n_outputs)
-        guessed = arrays["predicted"][:n]
-        self._guessed = guessed[arrays["outputs"][:wanted]] if wanted < n else guessed.copy()
-        if len(self._guessed) == 1:
-            ranked = self._guessed[0].tolist()
+    def _score_guess(self, i: int, n: int) -> None:
+        """Count how many of the experts just routed the last guess had named."""
+        guess = self._guesses.pop(i, None)
+        if guess is None or len(guess) != n:
+            return
+        now = self.workspace.arrays["selected"][:n]
+        if n == 1:
+            right = len(set(guess[0].tolist()).intersection(now[0].tolist()))
         else:
-            experts, counts = np.unique(self._guessed, return_counts=True)
-            ranked = experts[np.argsort(-counts, kind="stable")].tolist()
-        return [ExpertKey(moe[i + 1], e) for e in ranked]
+            right = int((guess[:, :, None] == now[:, None, :]).any(axis=1).sum())
+        self._ledger.predicted += now.size
+        self._ledger.predicted_right += right
+
+    def _prefetch_ahead(self, i: int, shape: BatchShape, n: int, tick: int) -> None:
+        """Start reading what the layers after the i-th with experts will likely want, what is wanted most first."""
+        moe, ws = self.spec.moe_layers, self.workspace
+        for d, layer in enumerate(moe[i + 1 : i + 1 + LOOKAHEAD]):
+            guess = ws.arrays["predicted"][d * ws.n_tokens : d * ws.n_tokens + n]
+            wanted = shape.n_wanted(layer, self.spec, ws.n_outputs)
+            guess = guess[ws.arrays["outputs"][:wanted]] if wanted < n else guess.copy()
+            self._guesses[i + 1 + d] = guess
+            if len(guess) == 1:
+                ranked = guess[0].tolist()
+            else:
+                experts, counts = np.unique(guess, return_counts=True)
+                ranked = experts[np.argsort(-counts, kind="stable")].tolist()
+            # the further ahead, the less sure: only the better half is worth a read that may be wasted
+            ranked = ranked[: max(1, len(ranked) >> d)]
+            self.store.prefetch([ExpertKey(layer, e) for e in ranked], tick - moe[i] + layer)
 
     def _compute_wave(
         self, layer: int, demand: Demand, group: list[ExpertKey], acquired: Acquired, n: int, *, join: bool

@@ -17,6 +17,7 @@ from sluice.models.spec import ModelSpec
 # Prompt chunks end at absolute multiples of this many positions, whatever the budget: a row's bits depend on how many
 # rows its attention kernel sees (DESIGN: flash attention takes another kernel from 64 rows on).
 CHUNK = 512
+LOOKAHEAD = 2  # layers with experts that prefetching looks ahead
 _DTYPES = {GgmlType.F32: np.float32, GgmlType.F16: np.float16, GgmlType.I32: np.int32, GgmlType.I64: np.int64}
 
 
@@ -34,7 +35,8 @@ def _shapes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_output
         "scores": (f32, spec.n_expert, n_tokens),
         "selected": (i32, spec.top_k, n_tokens),  # the router's choice, best first
         "routed": (i32, spec.top_k, n_tokens),  # the final ids, which weights are taken for
-        "predicted": (i32, spec.top_k, n_tokens),  # the next router's choice on this layer's residual
+        # what the routers of the layers ahead would choose on this layer's residual, one block of columns each
+        "predicted": (i32, spec.top_k, n_tokens * LOOKAHEAD),
         "pairs": (f32, spec.n_embd, n_pairs),  # output of each (token, expert) pair, row = token × top_k + rank
         "pair_tokens": (i32, n_pairs),
         "pair_slots": (i32, n_pairs),

@@ -84,7 +84,8 @@ class PoolReader:
         self._threads: list[threading.Thread] = []
         try:
             for i in range(threads):
-                thread = threading.Thread(target=self._work, name=f"sluice-read-{i}")
+                # daemons: the interpreter joins others before anything that would close a forgotten reader
+                thread = threading.Thread(target=self._work, name=f"sluice-read-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:
@@ -158,7 +159,8 @@ class PoolReader:
             for _ in self._threads:
                 self._tokens.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():  # which collects garbage, among it this reader's owner
+                thread.join()
         self._pool.release()
 
     def __enter__(self) -> Self:

@@ -41,7 +41,7 @@ class SamplingParams:
         check("sample_top_k", self.sample_top_k >= 0, "0 (keep all tokens) or more")
         check("top_p", 0 < self.top_p <= 1, "a number above 0, up to 1 (keep all tokens)")
         check("min_p", 0 <= self.min_p <= 1, "a number from 0 (keep all tokens) to 1")
-        check("repeat_penalty", math.isfinite(self.repeat_penalty) and self.repeat_penalty > 0, "a number above 0")
+        check("repeat_penalty", 1e-3 <= self.repeat_penalty <= 1e3, "a number from 0.001 to 1000")
         check("repeat_last_n", self.repeat_last_n >= -1, "-1 (all tokens) or more")
         check("seed", self.seed is None or self.seed >= 0, "0 or more")
 
