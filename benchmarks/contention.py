@@ -47,15 +47,14 @@ def main() -> None:
     from sluice.ggml import load_library
 
     file = open_gguf(args.model, load_library())
-    parts = next(parts for layer in range(4096) if (parts := file.expert_parts(layer)) is not None)
+    found = (file.expert_parts(layer) for layer in range(4096))
+    n_bytes = next(parts[0].n_bytes for parts in found if parts is not None)
     depths = [int(word) for word in args.depths.split(",")]
     rates: dict[str, dict[int, list[float]]] = {"alone": {d: [] for d in depths}, "beside": {d: [] for d in depths}}
 
     def measure(name: str) -> None:
         for depth in depths:
-            raw = measure_read(
-                file.paths[0], n_bytes=parts[0].n_bytes, depth=depth, seconds=args.seconds, memory_bytes=2 << 30
-            )
+            raw = measure_read(file.paths[0], n_bytes=n_bytes, depth=depth, seconds=args.seconds, memory_bytes=2 << 30)
             rates[name][depth].append(raw.bytes_per_s)
             log(f"  {name}, depth {depth}: {raw.bytes_per_s / 1e9:.2f} GB/s")
 

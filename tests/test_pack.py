@@ -235,6 +235,9 @@ def test_places_that_can_not_be_written(tmp_path: Path, library: Library, model:
     assert "no directory" in refusal(model.path, tmp_path / "none" / "out.gguf", library)
     assert "no directory" in refusal(model.path, model.path / "out.gguf", library)
     assert "can't be written" in refusal(model.path, tmp_path / ("x" * 300), library)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        assert "not a regular file" in refusal(model.path, tmp_path / "pipe", library, force=True)
 
 
 def test_space_is_asked_for_first(

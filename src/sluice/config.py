@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sluice.errors import InputError
 from sluice.experts.policies import POLICIES
@@ -43,6 +44,14 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def _whole(value: Any) -> int:
+    """`value` as Python's int, numpy's integers too; 0 if it is no whole number."""
+    try:
+        return 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to open an engine. Sizes in bytes; None lets the engine choose.
@@ -73,11 +82,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name not in ("streams", "io_threads"):
                 continue
-            try:
-                whole = 0 if isinstance(value, bool) else operator.index(value)
-            except TypeError:
-                whole = 0
-            if whole < 1:
+            if (whole := _whole(value)) < 1:
                 raise InputError(f"{name} is {value!r}: give a whole number of at least 1")
             object.__setattr__(self, name, whole)  # numpy's integers overflow
         if not isinstance(self.kv, str):

@@ -20,6 +20,7 @@ from sluice.ggml.types import GgmlType
 from sluice.gguf_header import ARRAY, check_header
 
 PACK_VERSION = 1
+PACK_PART_ALIGNMENT = 512  # of the matrices in a packed expert, bytes
 PACKED_TENSOR = "blk.{}.ffn_exps.packed"
 
 _SCALARS = {
@@ -227,12 +228,13 @@ def _packed_parts(file: GgufFile, layer: int) -> tuple[ExpertPart, ...] | None:
         raise damaged
     if info.type != GgmlType.I8 or info.shape[2:] != (1, 1):
         raise damaged
-    stride, parts = info.shape[0], []
+    stride, parts, end = info.shape[0], [], 0
     for role, at in zip(("gate", "up", "down"), range(0, 15, 5), strict=True):
         number, n_in, n_out, offset, n_bytes = described[at : at + 5]
-        inside = min(n_in, n_out, n_bytes) > 0 and 0 <= offset <= stride - n_bytes
-        if not inside or number not in GgmlType.__members__.values():
+        inside = min(n_in, n_out, n_bytes) > 0 and end <= offset <= stride - n_bytes
+        if not inside or offset % PACK_PART_ALIGNMENT or number not in GgmlType.__members__.values():
             raise damaged
+        end = offset + n_bytes
         parts.append(ExpertPart(role, GgmlType(number), n_in, n_out, info.file, info.offset + offset, stride, n_bytes))
     return tuple(parts)
 

@@ -24,13 +24,21 @@ from typing import BinaryIO
 from sluice.errors import InputError, ReadError
 from sluice.ggml.library import Library
 from sluice.ggml.types import GgmlType
-from sluice.gguf import PACK_VERSION, PACKED_TENSOR, ExpertPart, GgufFile, TensorInfo, open_gguf, shard_paths
+from sluice.gguf import (
+    PACK_PART_ALIGNMENT,
+    PACK_VERSION,
+    PACKED_TENSOR,
+    ExpertPart,
+    GgufFile,
+    TensorInfo,
+    open_gguf,
+    shard_paths,
+)
 from sluice.gguf_header import ARRAY, UINT32, check_header
 from sluice.io.aligned import AlignedBuffer
 from sluice.io.files import ModelFiles
 
 ALIGNMENT = 4096  # of tensors and experts, bytes: what any disk reads without the page cache
-PART_ALIGNMENT = 512
 _PIECE_BYTES = 1 << 24
 _MARGIN_BYTES = 1 << 16  # a piece that starts inside a disk block is read from that block's start
 _UINT64 = 10
@@ -128,7 +136,7 @@ def _layers(file: GgufFile) -> list[_Layer]:
         offsets, end = [], 0
         for part in parts:
             offsets.append(end)
-            end = _up(end + part.n_bytes, PART_ALIGNMENT)
+            end = _up(end + part.n_bytes, PACK_PART_ALIGNMENT)
         n_experts = file.tensors[f"blk.{number}.ffn_down_exps.weight"].shape[2]
         layers.append(_Layer(number, parts, n_experts, tuple(offsets), _up(end, ALIGNMENT)))
     if not layers:
@@ -139,6 +147,8 @@ def _layers(file: GgufFile) -> list[_Layer]:
 def _check_out(file: GgufFile, out: Path, force: bool) -> None:
     if out.is_dir():
         raise InputError(f"{out}: a directory: name the file to write")
+    if out.exists() and not out.is_file():  # a device, say, which the new file would take the place of
+        raise InputError(f"{out}: not a regular file: name the file to write")
     if not out.parent.is_dir():
         raise InputError(f"{out}: there is no directory {out.parent}: make it first")
     if len(shard_paths(out)) > 1:

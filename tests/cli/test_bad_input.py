@@ -7,8 +7,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny
 from commands import Cli, finished, process
 from raw_gguf import STRING, U32, entry, file_bytes
 from tiny import write_tiny
@@ -41,6 +43,17 @@ def _broken_template(folder: Path) -> Path:
     return write_tiny(folder / "tiny.gguf", chat_template="{% for %}").path
 
 
+def _more_tokens_than_embeddings(folder: Path) -> Path:
+    write = tiny._tokenizer
+
+    def write_one_more(writer: Any, tokens: list[str], kinds: list[int], *rest: Any) -> None:
+        write(writer, [*tokens, "one more"], [*kinds, kinds[0]], *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "_tokenizer", write_one_more)
+        return write_tiny(folder / "tiny.gguf").path
+
+
 ARCHITECTURE = "general.architecture"
 MODELS: dict[str, tuple[Make, str]] = {
     "no such file": (lambda folder: folder / "absent.gguf", "no such file: check the path"),
@@ -56,6 +69,7 @@ MODELS: dict[str, tuple[Make, str]] = {
     "unknown architecture": (_file(file_bytes([entry(ARCHITECTURE, STRING, "mamba")])), "llama, qwen3moe"),
     "missing shard": (_missing_shard, "is missing"),
     "broken template": (_broken_template, "--raw"),
+    "more tokens than embeddings": (_more_tokens_than_embeddings, "lists 401 tokens and embeds 400"),
 }
 
 OPTIONS: dict[str, tuple[list[str], str]] = {

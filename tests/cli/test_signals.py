@@ -89,6 +89,25 @@ def test_a_stdout_closed_before_the_start_is_too(tiny_path: Path) -> None:
     assert (child.returncode, err) == (1, "")
 
 
+@pytest.mark.parametrize("words", [("inspect",), ("run", *FAST, "-n", "3", "-p", "x")], ids=" ".join)
+def test_without_a_stdout_nothing_is_written_and_said_in_one_line(tiny_path: Path, words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "sluice", words[0], str(tiny_path), *words[1:]]
+    closing = ["sh", "-c", 'exec "$@" <&- >&-', "sh", *command]
+    done = subprocess.run(closing, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "Bad file descriptor" in done.stderr
+
+
+def test_what_is_packed_without_standard_streams_is_whole(tiny_path: Path, tmp_path: Path) -> None:
+    packed = [tmp_path / "a.gguf", tmp_path / "b.gguf"]
+    for out, streams in zip(packed, ("", "<&- >&- 2>&-"), strict=True):
+        command = [sys.executable, "-m", "sluice", "pack", str(tiny_path), str(out)]
+        closing = ["sh", "-c", f'exec "$@" {streams}', "sh", *command]
+        done = subprocess.run(closing, stdout=subprocess.DEVNULL, timeout=300, check=False)
+        assert done.returncode == (1 if streams else 0)
+    assert packed[0].read_bytes() == packed[1].read_bytes()
+
+
 def test_a_full_disk_under_stdout_is_said(tiny_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import opened
 from tiny import T, write_tiny
@@ -250,10 +251,12 @@ def test_options_are_checked() -> None:
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"ram": 0}, "ram"), ({"expert_slots": 0}, "expert_slots"), ({"ctx": 0}, "ctx"), ({"threads": 0}, "threads"),
         ({"threads": 513}, "512"), ({"streams": 0}, "streams"), ({"io_threads": 65}, "io_threads"),
+        ({"ctx": 1.5}, "ctx"), ({"expert_slots": "9"}, "expert_slots"), ({"kv": None}, "kv"),
         ({"policy": "belady"}, "lru"), ({"kv": "f64"}, "q8_0"), ({"kv": "f16,q5"}, "q4_0"), ({"routing": "x"}, "exact"),
     )  # fmt: skip
     for options, named in refused:
         with pytest.raises(InputError, match=named):
             EngineConfig(**options)
+    assert type(EngineConfig(ctx=np.int32(64)).ctx) is int  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"unknown option 'slots'.*expert_slots"):
         Engine.open("m.gguf", slots=3)

@@ -341,6 +341,65 @@ def test_nothing_is_left_after_many_engines(model: Path) -> None:
         assert open_files() == files and set(threading.enumerate()) == threads
 
 
+def test_a_forgotten_engine_is_closed(model: Path) -> None:
+    gc.collect()
+    files, threads = open_files(), set(threading.enumerate())
+    engine = opened(model, expert_slots=4)
+    run(engine, PROMPTS[0])
+    assert set(threading.enumerate()) - threads
+    del engine
+    gc.collect()
+    assert open_files() == files and set(threading.enumerate()) == threads
+
+
+OPEN_AND_END = """
+import sys
+from sluice.engine import Engine
+engine = Engine.open(sys.argv[1], expert_slots=4, threads=1, ctx=64)
+tokens = engine.generate([1, 2], 9, ignore_eos=True)
+print(next(tokens).id >= 0)
+"""
+FORK = """
+import os, sys
+from sluice.engine import Engine
+from sluice.errors import EngineClosed
+engine = Engine.open(sys.argv[1], expert_slots=4, threads=1, ctx=64)
+child = os.fork()
+if child == 0:
+    try:
+        engine.logits([1])
+    except EngineClosed:
+        engine.close()
+        sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+print(len(engine.logits([1, 2])))
+"""
+
+
+def outcome(script: str, model: Path) -> tuple[int, str]:
+    command = [sys.executable, "-c", script, str(model)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout
+
+
+def test_a_process_ends_with_an_engine_open(model: Path) -> None:
+    assert outcome(OPEN_AND_END, model) == (0, "True\n")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_can_not_use_its_parents_engine(model: Path) -> None:
+    assert outcome(FORK, model) == (0, "2\n")
+
+
+def test_another_engines_session_is_refused(model: Path, expected: list[np.ndarray]) -> None:
+    with opened(model, expert_slots=2) as one, opened(model, expert_slots=2) as other, other.session() as session:
+        for use in (lambda: one.decode([session], [1]), lambda: one.prefill(session, [1])):
+            with pytest.raises(InputError, match="another's"):
+                use()
+        assert not session.tokens
+        assert_works(one, expected, "after another engine's session")
+
+
 def test_a_closed_engine_says_so(model: Path) -> None:
     engine = opened(model, expert_slots=2)
     session = engine.session()
@@ -389,11 +448,18 @@ def test_what_can_not_be_fed_is_refused_and_changes_nothing(model: Path, expecte
     with opened(model, expert_slots=2, ctx=64) as engine:
         with engine.session() as session:
             session.feed(list(range(60)))
-            for ids, error in (([], ContextError), ([1] * 5, ContextError), ([400], InputError), ([-1], InputError)):
+            refused: tuple[tuple[Any, type[Exception]], ...] = (
+                ([], ContextError), ([1] * 5, ContextError),
+                ([400], InputError), ([-1], InputError), ([1.5], InputError),
+            )  # fmt: skip
+            for ids, error in refused:
                 with pytest.raises(error):
                     session.feed(ids)
-            session.feed([1, 2, 3])
-            engine.decode([session], [4])
+            with pytest.raises(InputError):
+                session.rewind(-1)
+            numpys: Any = np.array([1, 2, 3, 4], np.int32)
+            session.feed(numpys[:3])
+            engine.decode([session], numpys[3:])
             with pytest.raises(ContextError, match="raise --ctx"):
                 engine.decode([session], [5])
             assert session.tokens == [*range(60), 1, 2, 3, 4]

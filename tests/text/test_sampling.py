@@ -173,7 +173,7 @@ def test_a_missing_seed_is_drawn_and_told() -> None:
     [
         {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"sample_top_k": -1}, {"top_p": 0},
         {"top_p": 1.1}, {"top_p": math.nan}, {"min_p": -0.1}, {"min_p": 2}, {"repeat_penalty": 0},
-        {"repeat_penalty": math.inf}, {"repeat_last_n": -2}, {"seed": -1},
+        {"repeat_penalty": 1e-9}, {"repeat_penalty": math.inf}, {"repeat_last_n": -2}, {"seed": -1},
     ],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:

@@ -23,6 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     0: done. 2: what the user gave is at fault. 130 and 143: ended by SIGINT and SIGTERM. 1: anything else, a closed
     stdout included. An error is one line on stderr; SLUICE_DEBUG in the environment adds the traceback.
     """
+    _fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that can't show a character gets a question mark
@@ -36,6 +37,16 @@ def main(words: Sequence[str] | None = None) -> int:
         if os.environ.get("SLUICE_DEBUG"):
             traceback.print_exc()
         return _report(error, given)
+
+
+def _fill_closed_streams() -> None:
+    """Give standard streams that were closed before the start a file, or the next file opened would get their number.
+
+    A closed stdin is empty, a closed stderr swallows everything, and writing to a closed stdout still fails.
+    """
+    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, encoding="utf-8"))
 
 
 def _dispatch(words: list[str]) -> int:
