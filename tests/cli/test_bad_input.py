@@ -151,7 +151,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "arm twice": (["bench", "TINY", "--compare", "exact,exact"], "name each once"),
     "arm that fails": (["bench", "TINY", "--compare", "exact", "--ram", "10M"], "smallest budget that works"),
     "inspect ram": (["inspect", "TINY", "--ram", "10M"], "smallest budget that works"),
-    "inspect without model": (["inspect"], "Missing argument"),
+    "pack without model": (["pack"], "Missing argument"),
     "doctor": (["doctor", "/nowhere.gguf"], "no such file"),
     "pack source": (["pack", "/nowhere.gguf", "/tmp/out.gguf"], "no such file"),
     "pack to a folder": (["pack", "TINY", "/tmp"], "directory"),

@@ -260,3 +260,12 @@ def test_options_are_checked() -> None:
     assert type(EngineConfig(ctx=np.int32(64)).ctx) is int  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"unknown option 'slots'.*expert_slots"):
         Engine.open("m.gguf", slots=3)
+
+
+def test_a_kv_type_that_does_not_fit_the_heads_is_refused(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m.gguf", head_dim=48, n_layers=1)
+    for kv in ("q8_0", "f16,q4_0"):
+        with pytest.raises(InputError, match="multiple of 32, this model's have 48"):
+            Engine.open(model.path, kv=kv)
+    with Engine.open(model.path, kv="f16", expert_slots=4) as engine:
+        assert np.isfinite(engine.logits([1, 2, 3])).all()

@@ -22,7 +22,8 @@ for command in (run, chat, bench, inspect, pack, doctor):
 
 @app.callback(invoke_without_command=True)
 def top(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", metavar="", help="Print the version.")] = False,
 ) -> None:
     """Run Mixture-of-Experts language models that are larger than memory: experts are read from the model file as the
     router asks for them, within the memory that --ram gives."""

@@ -38,10 +38,16 @@ ReadRate = Annotated[
     str | None, typer.Option("--read-rate", metavar="SIZE", help="Emulate a disk of that many bytes a second.")
 ]
 NoOverlap = Annotated[
-    bool, typer.Option("--no-overlap", help="Wait for all experts of a layer before computing any: the naive way.")
+    bool,
+    typer.Option(
+        "--no-overlap", metavar="", help="Wait for all experts of a layer before computing any: the naive way."
+    ),
 ]
 RawRead = Annotated[
-    bool, typer.Option("--raw-read", help="Measure raw reading, 1 s before and after each repeat, and bound by that.")
+    bool,
+    typer.Option(
+        "--raw-read", metavar="", help="Measure raw reading, 1 s before and after each repeat, and bound by that."
+    ),
 ]
 Compare = Annotated[
     str | None, typer.Option("--compare", metavar="MODES", help=f"Compare some of {', '.join(ARMS)}, as a,b,c.")

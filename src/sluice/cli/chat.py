@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 HELP = "/reset starts over, /stats tells how the last answer went, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 MaxTokens = Annotated[int | None, typer.Option("-n", metavar="N", help="Tokens of an answer. Default: what fits.")]
-Raw = Annotated[bool, typer.Option("--raw", help="No chat template: what you type is appended to the text so far.")]
+Raw = Annotated[
+    bool, typer.Option("--raw", metavar="", help="No chat template: what you type is appended to the text so far.")
+]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message to begin with.")]
 
 

@@ -15,7 +15,9 @@ from sluice.config import KV_TYPE_NAMES, EngineConfig, format_size, parse_size
 if TYPE_CHECKING:
     from sluice.engine import Engine
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, any shard of it, or demo.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A GGUF file, any shard of it, or demo, the default.", show_default=False)
+]
 Ram = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Show what this budget would hold.")]
 Ctx = Annotated[int | None, typer.Option("--ctx", metavar="N", help="Positions of context, which take memory too.")]
 Kv = Annotated[str, typer.Option("--kv", metavar="TYPE", help=f"KV cache: {', '.join(KV_TYPE_NAMES)}; K,V for two.")]
@@ -28,7 +30,7 @@ UNLIMITED = 1 << 49  # bytes: a budget that any model fits, so that only the nee
 
 
 def inspect(
-    model: Model,
+    model: Model = "demo",
     ram: Ram = None,
     ctx: Ctx = None,
     kv: Kv = "f16",

@@ -21,10 +21,10 @@ _MEMORY, _SAMPLING, _PROMPT = "Memory and speed", "Sampling", "Prompt"
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A GGUF file, any shard of it, or demo, the default.", show_default=False)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object as the last line of stdout.")]
 
 
-def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> Any:
+def _option(panel: str, *names: str, help: str, metavar: str = "") -> Any:
     return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
 
 

@@ -15,7 +15,7 @@ from sluice.errors import InputError
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, any shard of it, or demo.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The file to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")]
+Force = Annotated[bool, typer.Option("--force", metavar="", help="Overwrite OUT if it exists.")]
 Ggml = Annotated[str | None, typer.Option("--ggml", metavar="PATH", help="A folder with other ggml libraries.")]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_STDIN_BYTES = 64 << 20
 MaxTokens = Annotated[int, typer.Option("-n", metavar="N", help="At most so many tokens.", show_default=True)]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of text.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", metavar="", help="Go on past the end of text.")]
 
 
 @grouped

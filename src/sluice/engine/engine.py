@@ -111,6 +111,9 @@ class Engine:
             raise InputError(f"--ctx {self.n_ctx} exceeds the {spec.n_ctx_train} positions the model knows: lower it")
         self.threads = config.threads or min(usable_cores(), 16)
         kv_types = tuple(KV_TYPES[name] for name in config.kv_names)
+        for name, type, dim in zip(config.kv_names, kv_types, (spec.head_dim, spec.head_dim_v), strict=True):
+            if dim % (block := self.library.ggml_blck_size(type)):
+                raise InputError(f"--kv {name} needs heads of a multiple of {block}, this model's have {dim}: use f16")
         n_tokens = max(min(CHUNK, self.n_ctx), config.streams)
         n_outputs = min(max(OUTPUT_ROWS, config.streams), n_tokens)
 
