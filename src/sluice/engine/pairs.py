@@ -62,24 +62,16 @@ class PairGraphs:
         key = (layer, n, n_tokens == 1)
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = self._placed(*self._build(layer, n, n_tokens == 1, 0, self.store.n_slots))
+            found = self._kept[key] = self.once(layer, n, 0, self.store.n_slots, single=n_tokens == 1)
             if len(self._kept) > KEPT_GRAPHS:
                 self._kept.popitem(last=False)[1][0].close()
         else:
             self._kept.move_to_end(key)
         return found[1]
 
-    def once(self, layer: int, n: int, first: int, n_slots: int) -> tuple[Context, Graph]:
+    def once(self, layer: int, n: int, first: int, n_slots: int, *, single: bool = False) -> tuple[Context, Graph]:
         """The same for `n_slots` slots from `first`, which pair_slots count from; the caller closes its context."""
-        return self._placed(*self._build(layer, n, False, first, n_slots))
-
-    def _placed(self, c: Context, graph: Graph) -> tuple[Context, Graph]:
-        try:
-            self.allocator.place(graph)
-        except BaseException:
-            c.close()
-            raise
-        return c, graph
+        return self.allocator.placed(*self._build(layer, n, single, first, n_slots))
 
     def _build(self, layer: int, n: int, single: bool, first: int, n_slots: int) -> tuple[Context, Graph]:
         c = Context(self.allocator.library, PAIR_TENSORS, n_graphs=1)

@@ -122,7 +122,7 @@ class SegmentGraphs:
         built = self._shapes[shape]
         graph = built.joined.get((i, n))
         if graph is None:
-            context, graph = self._placed(*self._segment(shape, i, n, pairs))
+            context, graph = self.allocator.placed(*self._segment(shape, i, n, pairs))
             built.contexts.append(context)
             built.joined[i, n] = graph
         return graph
@@ -214,15 +214,7 @@ class SegmentGraphs:
         graph = c.graph()
         x = c.view(ws.residual, (self.spec.n_embd, n), (), start * ws.residual.strides[1])
         graph.add(c.cpy(self.family.head(c, x), columns(c, ws.logits, n)))
-        return self._placed(c, graph) if place else (c, graph)
-
-    def _placed(self, c: Context, graph: Graph) -> tuple[Context, Graph]:
-        try:
-            self.allocator.place(graph)
-        except BaseException:
-            c.close()
-            raise
-        return c, graph
+        return self.allocator.placed(c, graph) if place else (c, graph)
 
     # --- reserving
 

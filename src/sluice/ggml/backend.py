@@ -10,7 +10,7 @@ from sluice.ggml.library import ThreadPoolParams
 
 if TYPE_CHECKING:
     from sluice.ggml.library import Library
-    from sluice.ggml.tensor import Graph, Tensor
+    from sluice.ggml.tensor import Context, Graph, Tensor
 
 ALIGNMENT = 32  # ggml's TENSOR_ALIGNMENT for CPU buffers, bytes
 
@@ -129,6 +129,15 @@ class GraphAllocator:
         placed = self.library.ggml_gallocr_alloc_graph(self._ptr, graph.ptr)
         if not placed or self.library.ggml_gallocr_get_buffer_size(self._ptr, 0) != self.n_bytes:
             raise GgmlError("a graph outgrew the scratch memory reserved for it")
+
+    def placed(self, context: Context, graph: Graph) -> tuple[Context, Graph]:
+        """`place` a graph just built, and hand both back; closes its context if that fails."""
+        try:
+            self.place(graph)
+        except BaseException:
+            context.close()
+            raise
+        return context, graph
 
     def close(self) -> None:
         if self._ptr:
