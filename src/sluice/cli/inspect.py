@@ -68,7 +68,7 @@ def model_facts(engine: Engine) -> dict[str, Any]:
         role: dict(Counter(part.type.name for parts in layers.values() for part in parts if part.role == role))
         for role in ("gate", "up", "down")
     }
-    dense = sum(info.n_bytes for info in dense_tensors(file))
+    dense = sum(info.n_bytes for info in dense_tensors(file, spec))
     rows = padded(1 << 15)  # so many positions that rounding to pages doesn't show
     kv = {
         name: kv_bytes(spec, engine.library, (KV_TYPES[name], KV_TYPES[name]), rows, 1) // rows

@@ -33,6 +33,7 @@ from sluice.io.fixed_rate import FixedRateFiles
 from sluice.io.pool_reader import PoolReader
 from sluice.models import family_of
 from sluice.models.kv_cache import KV_TYPES, KVCache, kv_bytes
+from sluice.models.recurrent import RecurrentState, recurrent_bytes
 from sluice.store import ExpertStore, ReaderFactory, expert_layout
 from sluice.text.chat import render_chat
 from sluice.text.sampling import SamplingParams
@@ -125,26 +126,28 @@ class Engine:
         layout = expert_layout(self.file, spec.moe_layers, [self.files[i].block for i in range(len(self.files))])
         process = rss_bytes()
         backend = enter(Backend(self.library, self.threads))
-        weights = enter(DenseWeights(self.library, dense_tensors(self.file)))
+        weights = enter(DenseWeights(self.library, dense_tensors(self.file, spec)))
         family = family_type(spec, weights.tensors)
         self._n_tokens = n_tokens
         kv = enter(KVCache(self.library, spec, (kv_types[0], kv_types[1]), self.n_ctx, config.streams))
+        states = enter(RecurrentState(self.library, spec, config.streams))
         workspace = enter(
             Workspace(
                 self.library, spec, n_tokens=n_tokens, n_streams=config.streams, n_ctx=self.n_ctx, n_outputs=n_outputs
             )
         )
         allocator = enter(GraphAllocator(backend))
-        segments = enter(SegmentGraphs(family, workspace, kv, allocator, lookahead=config.prefetch))
+        segments = enter(SegmentGraphs(family, workspace, kv, states, allocator, lookahead=config.prefetch))
         segments.reserve(n_tokens, self.n_ctx, config.streams)
         n_pairs = min(PAIR_LIMIT, n_tokens * spec.top_k)
         needs = MemoryNeeds(
             process=process,
             dense=weights.n_bytes,
-            kv=kv_bytes(spec, self.library, (kv_types[0], kv_types[1]), self.n_ctx, config.streams),
+            kv=kv_bytes(spec, self.library, (kv_types[0], kv_types[1]), self.n_ctx, config.streams)
+            + recurrent_bytes(spec, config.streams),
             workspace=workspace.n_bytes,
-            scratch=max(allocator.n_bytes, scratch_bytes(spec.n_embd, spec.n_ff_expert, n_pairs)),
-            work=ROW_MAP_BYTES + n_tokens * max(spec.n_embd, spec.n_ff) * 4,
+            scratch=max(allocator.n_bytes, scratch_bytes(spec, n_pairs)),
+            work=ROW_MAP_BYTES + n_tokens * max(spec.n_embd, spec.n_ff, spec.mixer_width) * 4,
         )
         self.plan: MemoryPlan = plan_memory(
             needs, layout.stride, ram=config.ram, free=free_bytes(), expert_slots=config.expert_slots,
@@ -216,6 +219,8 @@ class Engine:
         self._check_open()
         if any(session.engine is not self for session, _ in parts):
             raise InputError("a step takes its own engine's sessions: one of these is another's")
+        if any(session.broken for session, _ in parts):
+            raise InputError("a step that failed left a session half way: rewind it, or start another")
         streams = [(session.stream, len(session.tokens), ids) for session, ids in parts]
         if len({stream for stream, _, _ in streams} - {-1}) < len(streams):
             raise InputError("a step takes open sessions, each once: one of these is closed or given twice")
@@ -225,6 +230,9 @@ class Engine:
                 raise ReadError(changed)
         except BaseException:
             self.store.abort()
+            if self.spec.recurrent:
+                for session, _ in parts:
+                    session.broken = True
             raise
         for session, ids in parts:
             session.tokens.extend(ids)

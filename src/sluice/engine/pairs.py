@@ -8,21 +8,23 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from sluice.engine.workspace import Workspace, elements
-from sluice.ggml import Context, Graph, GraphAllocator
+from sluice.ggml import Context, Graph, GraphAllocator, Tensor
 from sluice.models.blocks import Family
+from sluice.models.spec import ModelSpec
 from sluice.store import ExpertStore
 
 PAIR_LIMIT = 1024  # pairs of one graph: bounds its scratch memory
 ROW_MAP_ENTRY = 8  # ggml's mul_mat_id keeps a table of slots × pairs × 8 bytes ...
 ROW_MAP_BYTES = 32 << 20  # ... which may take this much
-PAIR_TENSORS = 24  # more than a pair graph has
+PAIR_TENSORS = 32  # more than a pair graph has
 KEPT_GRAPHS = 1024
 KEPT_PAIRS = 256  # larger graphs are prompt chunks', which rarely come again
 
 
-def scratch_bytes(n_embd: int, n_ff: int, n_pairs: int) -> int:
+def scratch_bytes(spec: ModelSpec, n_pairs: int) -> int:
     """An upper bound of the scratch memory that a graph of `n_pairs` pairs takes."""
-    return n_pairs * 4 * (2 * n_embd + 3 * n_ff) + (1 << 16)
+    biased = int(spec.expert_biases)
+    return n_pairs * 4 * ((2 + biased) * spec.n_embd + (3 + 2 * biased) * spec.n_ff_expert) + (1 << 16)
 
 
 class PairGraphs:
@@ -55,7 +57,10 @@ class PairGraphs:
                 self.allocator.reserve(graph)
 
     def kept(self, layer: int, n: int, n_tokens: int) -> Graph:
-        """A graph of `n` pairs of `layer`: inputs pair_slots, pair_rows and, unless there is one token, pair_tokens."""
+        """A graph of `n` pairs of `layer`.
+
+        Its inputs: pair_slots, pair_rows, unless there is one token pair_tokens, and with biases pair_experts.
+        """
         if self._generation != self.allocator.generation:
             self.close()
             self._generation = self.allocator.generation
@@ -85,13 +90,21 @@ class PairGraphs:
 
     def append(self, c: Context, graph: Graph, layer: int, n: int, single: bool, first: int, n_slots: int) -> None:
         """Add to `graph` what computes `n` pairs of `layer`; needs PAIR_TENSORS in `c`."""
-        ws, d = self.workspace, self.family.spec.n_embd
+        ws, spec, weights = self.workspace, self.family.spec, self.family.weights
         gate, up, down = self.store.matrices(c, layer, first, n_slots)
+        place = (n, 1) if single else (1, n)
+        ids = c.view(ws.pair_slots, place)
         if single:
-            x, ids = c.view(ws.normed, (d, 1, 1)), c.view(ws.pair_slots, (n, 1))
+            x = c.view(ws.normed, (spec.n_embd, 1, 1))
         else:
-            x = c.reshape(c.get_rows(ws.normed, elements(c, ws.pair_tokens, n)), d, 1, n)
-            ids = c.view(ws.pair_slots, (1, n))
-        inner = self.family.activation(c, c.mul_mat_id(gate, x, ids), c.mul_mat_id(up, x, ids))
-        out = c.reshape(c.mul_mat_id(down, inner, ids), d, n)
+            x = c.reshape(c.get_rows(ws.normed, elements(c, ws.pair_tokens, n)), spec.n_embd, 1, n)
+
+        def times(matrix: Tensor, role: str, x: Tensor) -> Tensor:
+            y = c.mul_mat_id(matrix, x, ids)
+            if not spec.expert_biases:
+                return y
+            return c.add_id(y, weights[f"blk.{layer}.ffn_{role}_exps.bias"], c.view(ws.pair_experts, place))
+
+        inner = self.family.activation(c, times(gate, "gate", x), times(up, "up", x))
+        out = c.reshape(times(down, "down", inner), spec.n_embd, n)
         graph.add(c.set_rows(ws.pairs, out, elements(c, ws.pair_rows, n)))

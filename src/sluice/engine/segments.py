@@ -13,19 +13,25 @@ from typing import NamedTuple
 from sluice.engine.pairs import PAIR_TENSORS, PairGraphs
 from sluice.engine.workspace import LOOKAHEAD, Workspace, columns, elements
 from sluice.ggml import Context, Graph, GraphAllocator, Tensor
-from sluice.models.blocks import AttentionInputs, Family, Segment, combine
+from sluice.models.blocks import AttentionInputs, Family, Reach, Segment, weighted_sum
 from sluice.models.kv_cache import KVCache, padded
+from sluice.models.recurrent import RecurrentState
 from sluice.models.spec import ModelSpec
 
 KEPT_SHAPES = 4  # batch shapes whose graphs are kept for reuse
+SHARED_TENSORS = 24  # more than a graph of shared experts has
 
 
 class Columns(NamedTuple):
-    """Columns of a step that one stream owns, and the padded length its attention spans."""
+    """Columns of a step that one stream owns, and the padded length its attention spans.
+
+    Layers with a window span the positions [near, n_kv).
+    """
 
     stream: int
     n: int
     n_kv: int
+    near: int = 0
 
 
 class BatchShape(NamedTuple):
@@ -53,7 +59,7 @@ class _Built:
     def __init__(self) -> None:
         self.contexts: list[Context] = []
         self.graphs: list[Graph] = []
-        self.joined: dict[tuple[int, int], Graph] = {}
+        self.joined: dict[tuple[int, int, bool], Graph] = {}
 
     def close(self) -> None:
         for context in self.contexts:
@@ -68,16 +74,19 @@ class SegmentGraphs:
     """
 
     def __init__(
-        self, family: Family, workspace: Workspace, cache: KVCache, allocator: GraphAllocator, *, lookahead: bool
-    ) -> None:
+        self, family: Family, workspace: Workspace, cache: KVCache, states: RecurrentState, allocator: GraphAllocator,
+        *, lookahead: bool,
+    ) -> None:  # fmt: skip
         self.family = family
         self.spec = family.spec
         self.workspace = workspace
         self.cache = cache
+        self.states = states
         self.library = allocator.library
         self.allocator = allocator
         self.lookahead = lookahead
         self._shapes: OrderedDict[BatchShape, _Built] = OrderedDict()
+        self._shared: OrderedDict[tuple[int, int], tuple[Context, Graph]] = OrderedDict()
 
     def __enter__(self) -> SegmentGraphs:
         return self
@@ -89,6 +98,9 @@ class SegmentGraphs:
         for built in self._shapes.values():
             built.close()
         self._shapes.clear()
+        for context, _ in self._shared.values():
+            context.close()
+        self._shared.clear()
 
     # --- segments
 
@@ -114,29 +126,51 @@ class SegmentGraphs:
         self._shapes.move_to_end(shape)
         return built.graphs
 
-    def joined(self, shape: BatchShape, i: int, n: int, pairs: PairGraphs) -> Graph:
+    def joined(self, shape: BatchShape, i: int, n: int, pairs: PairGraphs, *, shared: bool) -> Graph:
         """Segment `i` of a single token, with the last `n` pairs of the layer before it in the same graph.
 
-        Saves a launch, and with it the waking of the other threads. Call `of` for the shape first.
+        `shared`: that layer's shared experts too. Saves launches, and with them the waking of the other threads. Call
+        `of` for the shape first.
         """
         built = self._shapes[shape]
-        graph = built.joined.get((i, n))
+        graph = built.joined.get((i, n, shared))
         if graph is None:
-            context, graph = self.allocator.placed(*self._segment(shape, i, n, pairs))
+            context, graph = self.allocator.placed(*self._segment(shape, i, n, pairs, shared))
             built.contexts.append(context)
-            built.joined[i, n] = graph
+            built.joined[i, n, shared] = graph
         return graph
 
+    def shared(self, layer: int, n: int) -> Graph:
+        """The shared experts of `layer` on the first `n` columns of what it reads."""
+        key = (layer, n)
+        if key not in self._shared:
+            self._shared[key] = self.allocator.placed(*self._shared_graph(layer, n))
+            if len(self._shared) > KEPT_SHAPES * len(self.spec.moe_layers):
+                self._shared.popitem(last=False)[1][0].close()
+        self._shared.move_to_end(key)
+        return self._shared[key][1]
+
+    def _shared_graph(self, layer: int, n: int) -> tuple[Context, Graph]:
+        ws = self.workspace
+        c = Context(self.library, SHARED_TENSORS, n_graphs=1)
+        try:
+            graph = c.graph()
+            graph.add(c.cpy(self.family.shared(c, layer, columns(c, ws.normed, n)), columns(c, ws.shared, n)))
+            return c, graph
+        except BaseException:
+            c.close()
+            raise
+
     def _segment(
-        self, shape: BatchShape, i: int, n_pairs: int = 0, pairs: PairGraphs | None = None
+        self, shape: BatchShape, i: int, n_pairs: int = 0, pairs: PairGraphs | None = None, shared: bool = False
     ) -> tuple[Context, Graph]:
         spec, family, ws, n = self.spec, self.family, self.workspace, shape.n_tokens
         moe = spec.moe_layers
         last = i == len(moe)
         first_layer = moe[i - 1] + 1 if i else 0
         layers = range(first_layer, spec.n_layers if last else moe[i] + 1)
-        n_tensors = 64 + (40 + 20 * len(shape.columns)) * max(1, len(layers)) + 2 * spec.top_k
-        c = Context(self.library, n_tensors + PAIR_TENSORS * bool(n_pairs), n_graphs=1)
+        n_tensors = 96 + (64 + 32 * len(shape.columns)) * max(1, len(layers)) + 2 * spec.top_k
+        c = Context(self.library, n_tensors + PAIR_TENSORS * bool(n_pairs) + SHARED_TENSORS, n_graphs=1)
         try:
             graph = c.graph()
             if pairs is not None:
@@ -147,7 +181,12 @@ class SegmentGraphs:
                 m = max(1, shape.n_wanted(moe[i - 1], spec, ws.n_outputs))
                 weights = family.routing_weights(c, columns(c, ws.scores, m), columns(c, ws.routed, m))
                 outputs = c.view(ws.pairs, (spec.n_embd, spec.top_k, m))
-                x = combine(c, columns(c, ws.residual, m), outputs, weights)
+                total = weighted_sum(c, outputs, weights)
+                if spec.n_ff_shared:
+                    normed = columns(c, ws.normed, m)
+                    also = family.shared(c, moe[i - 1], normed) if shared else columns(c, ws.shared, m)
+                    total = c.add(total, also)
+                x = c.add(columns(c, ws.residual, m), total)
             inputs = self._attention_inputs(c, graph, shape)
             for layer in layers:
                 x = family.attention(c, layer, x, inputs)
@@ -166,21 +205,26 @@ class SegmentGraphs:
 
     def _attention_inputs(self, c: Context, graph: Graph, shape: BatchShape) -> AttentionInputs:
         ws, n = self.workspace, shape.n_tokens
-        segments, start, mask_at = [], 0, 0
+        segments, start, mask_at, near_at = [], 0, 0, 0
         for column in shape.columns:
-            mask = c.view(ws.mask, (column.n_kv, column.n), (), mask_at)
-            segments.append(Segment(start, column.n, column.stream, column.n_kv, mask))
+            everything = near = Reach(0, column.n_kv, c.view(ws.mask, (column.n_kv, column.n), (), mask_at))
+            if self.spec.window:
+                n_near = column.n_kv - column.near
+                near = Reach(column.near, n_near, c.view(ws.near_mask, (n_near, column.n), (), near_at))
+                near_at += 2 * n_near * column.n
+            segments.append(Segment(start, column.n, column.stream, everything, near))
             start += column.n
             mask_at += 2 * column.n_kv * column.n
         return AttentionInputs(
-            graph, self.cache, elements(c, ws.positions, n), elements(c, ws.rows, n), tuple(segments), ws.attention
-        )
+            graph, self.cache, self.states, elements(c, ws.positions, n), elements(c, ws.rows, n), tuple(segments),
+            ws.attention,
+        )  # fmt: skip
 
     def _router(self, c: Context, graph: Graph, x: Tensor, i: int, n: int) -> None:
         """The end of a segment: what experts read, whom the router chose, and whom the next ones would choose."""
         family, ws, moe, k = self.family, self.workspace, self.spec.moe_layers, self.spec.top_k
         normed = family.expert_input(c, moe[i], x)
-        scores, ids = family.select(c, family.router(c, moe[i], normed), k)
+        scores, ids = family.select(c, moe[i], family.router(c, moe[i], normed), k)
         graph.add(
             c.cpy(normed, columns(c, ws.normed, n)),
             c.cpy(scores, columns(c, ws.scores, n)),
@@ -189,7 +233,7 @@ class SegmentGraphs:
         for d, layer in enumerate(moe[i + 1 : i + 1 + LOOKAHEAD] if self.lookahead else ()):
             guess = family.router(c, layer, family.expert_input(c, layer, x))
             block = d * ws.n_tokens * ws.predicted.strides[1]
-            graph.add(c.cpy(family.select(c, guess, k)[1], c.view(ws.predicted, (k, n), (), block)))
+            graph.add(c.cpy(family.select(c, layer, guess, k)[1], c.view(ws.predicted, (k, n), (), block)))
         graph.add(c.cpy(x, columns(c, ws.residual, n)))
 
     def _head(self, c: Context, graph: Graph, x: Tensor, shape: BatchShape) -> None:
@@ -226,9 +270,7 @@ class SegmentGraphs:
         for graph in graphs:
             self.allocator.reserve(graph)
         if self.allocator.generation != before:
-            for built in self._shapes.values():
-                built.close()
-            self._shapes.clear()
+            self.close()
 
     def reserve(self, n_tokens: int, n_ctx: int, n_streams: int) -> None:
         """Make the allocator large enough for every graph of up to `n_tokens` prompt tokens or `n_streams` streams."""
@@ -244,3 +286,8 @@ class SegmentGraphs:
         context, graph = self.head(0, self.workspace.n_outputs, place=False)
         with context:
             self.allocator.reserve(graph)
+        if self.spec.n_ff_shared:
+            for layer in self.spec.moe_layers:
+                context, graph = self._shared_graph(layer, n_tokens)
+                with context:
+                    self.allocator.reserve(graph)

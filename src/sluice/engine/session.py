@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 class Session:
     """A stream of an engine; a context manager that gives the stream back.
 
-    `tokens` are those whose keys and values are in the cache. Feeding is deterministic in what was fed how: a prompt's
-    chunks end at absolute multiples of the chunk size.
+    `tokens` are those that have been fed. Feeding is deterministic in what was fed how: a prompt's chunks end at
+    absolute multiples of the chunk size. A model with recurrent layers can't go on after a step that failed half way:
+    the session is then `broken` until it is rewound.
     """
 
     def __init__(self, engine: Engine, stream: int) -> None:
         self.engine = engine
         self.stream = stream
         self.tokens: list[int] = []
+        self.broken = False
 
     def __enter__(self) -> Session:
         return self
@@ -53,10 +55,22 @@ class Session:
             )
 
     def rewind(self, n: int) -> None:
-        """Forget all but the first `n` tokens. Raises InputError for a negative `n`."""
+        """Forget all but the first `n` tokens. Raises InputError for a negative `n`.
+
+        What recurrent layers remember can't be taken back: with them, the tokens kept are fed again as a prompt.
+        """
         if n < 0:
             raise InputError(f"can't keep {n} tokens: give 0 or more")
-        del self.tokens[n:]
+        if not self.engine.spec.recurrent:
+            del self.tokens[n:]
+            return
+        if n >= len(self.tokens) and not self.broken:
+            return
+        kept = self.tokens[:n]
+        self.tokens.clear()
+        self.broken = False
+        if kept:
+            self.engine.prefill(self, kept)
 
     def close(self) -> None:
         self.engine.release_session(self)

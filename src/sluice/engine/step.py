@@ -18,7 +18,7 @@ from sluice.engine.workspace import LOOKAHEAD, Workspace
 from sluice.experts.cache import Acquired, CacheFull
 from sluice.experts.waves import waves
 from sluice.ggml import Backend, Graph
-from sluice.models.kv_cache import padded
+from sluice.models.kv_cache import KV_PADDING, padded
 from sluice.models.spec import ModelSpec
 from sluice.store import ExpertStore
 from sluice.types import ExpertKey
@@ -72,6 +72,7 @@ class Stepper:
         self._guesses: dict[int, np.ndarray] = {}  # [n_tokens, top_k] for layers to come
         self._joining: list[ExpertKey] = []  # pairs written down, to be computed with the next segment
         self._held: list[ExpertKey] = []  # pinned until then
+        self._joining_shared = False  # the shared experts too
 
     def run(
         self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger
@@ -88,8 +89,11 @@ class Stepper:
         segments = self.segments.of(shape)
         scan = shape.n_tokens > len(streams)
         try:
-            self._joining = []
+            self._joining, self._joining_shared = [], False
             self._guesses.clear()
+            for stream, position, _ in streams:
+                if position == 0 and self.spec.recurrent:
+                    self.segments.states.clear(stream)
             for i, layer in enumerate(self.spec.moe_layers):
                 self._segment(segments, shape, i)
                 if n := shape.n_wanted(layer, self.spec, self.workspace.n_outputs):
@@ -112,7 +116,8 @@ class Stepper:
         if not self._joining:
             self._compute(segments[i])
             return
-        self._compute(self.segments.joined(shape, i, len(self._joining), self.pairs))
+        n = len(self._joining)
+        self._compute(self.segments.joined(shape, i, n, self.pairs, shared=self._joining_shared))
         self.store.release(self._held)
         self._joining = []
 
@@ -121,7 +126,7 @@ class Stepper:
     def _write_inputs(self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int]) -> BatchShape:
         arrays = self.workspace.arrays
         n_ctx, mask = self.segments.cache.n_ctx, arrays["mask"]
-        columns, start, mask_at = [], 0, 0
+        columns, start, mask_at, near_at, window = [], 0, 0, 0, self.spec.window
         for stream, position, tokens in streams:
             n = len(tokens)
             end = position + n
@@ -133,7 +138,15 @@ class Stepper:
             own[:] = -np.inf
             for row in range(n):
                 own[row, : position + row + 1] = 0
-            columns.append(Columns(stream, n, n_kv))
+            near = 0
+            if window:
+                near = max(0, position - window + 1) // KV_PADDING * KV_PADDING
+                own_near = arrays["near_mask"][near_at : near_at + (n_kv - near) * n].reshape(n, n_kv - near)
+                own_near[:] = own[:, near:]
+                for row in range(max(0, window - position), n):
+                    own_near[row, : position + row + 1 - window - near] = -np.inf
+                near_at += own_near.size
+            columns.append(Columns(stream, n, n_kv, near))
             start, mask_at = start + n, mask_at + n_kv * n
         arrays["outputs"][: len(outputs)] = outputs[: self.workspace.n_outputs]
         return BatchShape(tuple(columns), len(outputs))
@@ -168,6 +181,11 @@ class Stepper:
         if self.prefetch:
             self._score_guess(i, n)
         acquired = self._acquire(plan.groups[0], tick, scan)
+        if self.spec.n_ff_shared:
+            # needs no reading: done while experts arrive, or together with what comes next where none is awaited
+            self._joining_shared = n == shape.n_tokens == 1 and len(plan.groups) == 1 and not acquired.waiting
+            if not self._joining_shared:
+                self._compute(self.segments.shared(layer, n))
         for j, group in enumerate(plan.groups):
             ahead = None
             if plan.overlap and j + 1 < len(plan.groups):
@@ -254,11 +272,13 @@ class Stepper:
     ) -> None:
         """Compute all pairs of `keys`, which are resident in `slots`."""
         pair_slots, pair_rows = self.workspace.arrays["pair_slots"], self.workspace.arrays["pair_rows"]
-        all_slots = self.store.n_slots
+        all_slots, pair_experts = self.store.n_slots, self.workspace.arrays.get("pair_experts")
         if n == 1:
             for at, key in enumerate(keys):
                 pair_slots[at] = slots[key]
                 pair_rows[at] = demand.pairs[key.expert][0]
+                if pair_experts is not None:
+                    pair_experts[at] = key.expert
             if join and len(keys) in (1, demand.top_k):  # the usual cases; each kind is a set of graphs to keep
                 self._joining = keys
             else:
@@ -270,6 +290,8 @@ class Stepper:
             n_pairs = len(rows)
             pair_rows[:n_pairs] = rows
             self.workspace.arrays["pair_tokens"][:n_pairs] = rows // demand.top_k
+            if pair_experts is not None:
+                pair_experts[:n_pairs] = np.repeat([key.expert for key in group], counts)
             if n_pairs <= KEPT_PAIRS and all_slots * n_pairs * ROW_MAP_ENTRY <= ROW_MAP_BYTES:
                 pair_slots[:n_pairs] = np.repeat([slots[key] for key in group], counts)
                 self._compute(self.pairs.kept(layer, n_pairs, n))

@@ -9,14 +9,17 @@ from sluice.ggml.backend import ALIGNMENT
 from sluice.gguf import GgufFile, TensorInfo
 from sluice.io.aligned import AlignedBuffer
 from sluice.io.files import ModelFiles
+from sluice.models.spec import ModelSpec
 
+EXPERTS = ("_exps.weight", "_exps.packed")
 PIECE_BYTES = 8 << 20
 PAGE_BYTES = 4096
 
 
-def dense_tensors(file: GgufFile) -> list[TensorInfo]:
-    """Every tensor that stays resident: all but the routed experts'."""
-    return [info for name, info in file.tensors.items() if "_exps." not in name]
+def dense_tensors(file: GgufFile, spec: ModelSpec) -> list[TensorInfo]:
+    """Every tensor that stays resident: all but the routed experts' matrices and what the model is run without."""
+    left = set(spec.skipped)
+    return [info for name, info in file.tensors.items() if not name.endswith(EXPERTS) and name not in left]
 
 
 def dense_bytes(tensors: Iterable[TensorInfo]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from sluice.ggml import Buffer, Context, GgmlType, Library, Tensor
 from sluice.io.aligned import AlignedBuffer
-from sluice.models.kv_cache import padded
+from sluice.models.kv_cache import KV_PADDING, padded
 from sluice.models.spec import ModelSpec
 
 # Prompt chunks end at absolute multiples of this many positions, whatever the budget: a row's bits depend on how many
@@ -25,7 +25,7 @@ def _shapes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_output
     """Name -> type and shape (ggml's order)."""
     f32, i32, i64 = GgmlType.F32, GgmlType.I32, GgmlType.I64
     n_pairs = n_tokens * spec.top_k
-    return {
+    shapes = {
         "tokens": (i32, n_tokens),
         "positions": (i32, n_tokens),
         "rows": (i64, n_tokens),  # of the KV cache
@@ -41,10 +41,18 @@ def _shapes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_output
         "pair_tokens": (i32, n_pairs),
         "pair_slots": (i32, n_pairs),
         "pair_rows": (i64, n_pairs),
-        "attention": (f32, spec.n_head * spec.head_dim_v, n_tokens),
+        "attention": (f32, spec.mixer_width, n_tokens),
         "logits": (f32, spec.n_vocab, n_outputs),
         "mask": (GgmlType.F16, padded(n_ctx) * max(n_tokens, n_streams)),
     }
+    if spec.n_ff_shared:
+        shapes["shared"] = (f32, spec.n_embd, n_tokens)  # what the shared experts of the current layer add
+    if spec.expert_biases:
+        shapes["pair_experts"] = (i32, n_pairs)
+    if spec.window:
+        reach = min(padded(n_ctx), padded(spec.window + n_tokens) + KV_PADDING)
+        shapes["near_mask"] = (GgmlType.F16, reach * max(n_tokens, n_streams))
+    return shapes
 
 
 def workspace_bytes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int) -> int:
@@ -73,6 +81,9 @@ class Workspace:
     attention: Tensor
     logits: Tensor
     mask: Tensor
+    shared: Tensor  # these three only where the model has shared experts, biases of experts, windows
+    pair_experts: Tensor
+    near_mask: Tensor
 
     def __init__(
         self, library: Library, spec: ModelSpec, *, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int

@@ -228,6 +228,26 @@ class Context:
         _need(a.type == GgmlType.F32, f"rms_norm needs F32, not {a!r}")
         return self._new(self.library.ggml_rms_norm(self._ptr, a.ptr, eps), a.type, a.shape)
 
+    def l2_norm(self, a: Tensor, eps: float) -> Tensor:
+        """Each row divided by its length (at least `eps`)."""
+        _need(a.type == GgmlType.F32 and a.whole_rows, f"l2_norm needs F32, not {a!r}")
+        return self._new(self.library.ggml_l2_norm(self._ptr, a.ptr, eps), a.type, a.shape)
+
+    def _unary(self, name: str, a: Tensor) -> Tensor:
+        _need(a.type == GgmlType.F32 and a.contiguous, f"{name} needs contiguous F32, not {a!r}")
+        return self._new(getattr(self.library, f"ggml_{name}")(self._ptr, a.ptr), a.type, a.shape)
+
+    def sigmoid(self, a: Tensor) -> Tensor:
+        return self._unary("sigmoid", a)
+
+    def silu(self, a: Tensor) -> Tensor:
+        """a × sigmoid(a)."""
+        return self._unary("silu", a)
+
+    def softplus(self, a: Tensor) -> Tensor:
+        """log(1 + exp(a))."""
+        return self._unary("softplus", a)
+
     def soft_max(self, a: Tensor) -> Tensor:
         _need(a.type == GgmlType.F32 and a.contiguous, f"soft_max needs contiguous F32, not {a!r}")
         return self._new(self.library.ggml_soft_max(self._ptr, a.ptr), a.type, a.shape)
@@ -238,6 +258,21 @@ class Context:
         shape = (k, *a.shape[1:])
         strides = (4, 4 * a.shape[0], 4 * a.shape[0] * a.shape[1], 4 * a.shape[0] * a.shape[1] * a.shape[2])
         return self._new(self.library.ggml_argsort_top_k(self._ptr, a.ptr, k), GgmlType.I32, shape, strides)
+
+    def concat(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a` and `b` side by side along their first dimension."""
+        _need(a.shape[1:] == b.shape[1:] and a.type == b.type == GgmlType.F32, f"can't join {a!r} and {b!r}")
+        p = self.library.ggml_concat(self._ptr, a.ptr, b.ptr, 0)
+        return self._new(p, a.type, (a.shape[0] + b.shape[0], *a.shape[1:]))
+
+    def add_id(self, a: Tensor, b: Tensor, ids: Tensor) -> Tensor:
+        """`a` [n, n_used, n_tokens] plus the columns `ids` [n_used, n_tokens] (I32) of `b` [n, n_columns].
+
+        The ids themselves are not checked."""
+        fits = a.shape[0] == b.shape[0] and a.shape[1:3] == ids.shape[:2] and a.shape[3] == ids.shape[2] == b.shape[2]
+        types = a.type == b.type == GgmlType.F32 and ids.type == GgmlType.I32 and a.whole_rows and b.whole_rows
+        _need(fits and types, f"can't add columns {ids!r} of {b!r} to {a!r}")
+        return self._new(self.library.ggml_add_id(self._ptr, a.ptr, b.ptr, ids.ptr), a.type, a.shape)
 
     def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
         """`w` [n_in, n_out] times `x` [n_in, n]: [n_out, n], F32."""
@@ -262,6 +297,52 @@ class Context:
         _need(gate.shape == up.shape and gate.type == up.type == GgmlType.F32, f"no swiglu of {gate!r} and {up!r}")
         return self._new(self.library.ggml_swiglu_split(self._ptr, gate.ptr, up.ptr), gate.type, gate.shape)
 
+    def swiglu_oai(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        """g × sigmoid(alpha × g) × (u + 1), g = min(gate, limit), u clamped to ± limit."""
+        _need(gate.shape == up.shape and gate.type == up.type == GgmlType.F32, f"no swiglu of {gate!r} and {up!r}")
+        p = self.library.ggml_swiglu_oai(self._ptr, gate.ptr, up.ptr, alpha, limit)
+        return self._new(p, gate.type, gate.shape)
+
+    def ssm_conv(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """Causal convolution along each channel: `x` [width - 1 + n, n_channels, n_seqs], `kernel` [width, n_channels],
+        F32: [n_channels, n, n_seqs]."""
+        n = x.shape[0] - kernel.shape[0] + 1
+        fits = n >= 1 and x.shape[1] == kernel.shape[1] and x.shape[3] == kernel.shape[2] == kernel.shape[3] == 1
+        types = x.type == kernel.type == GgmlType.F32 and x.contiguous and kernel.contiguous
+        _need(fits and types, f"can't convolve {x!r} with {kernel!r}")
+        p = self.library.ggml_ssm_conv(self._ptr, x.ptr, kernel.ptr)
+        return self._new(p, GgmlType.F32, (x.shape[1], n, x.shape[2]))
+
+    def gated_delta_net(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gated delta rule over n tokens of n_seqs sequences (arXiv 2412.06464), all F32.
+
+        `q`, `k` [d, H_k, n, n_seqs], `v` [d, H_v, n, n_seqs], `gate` (logarithms of the decay) [1 or d, H_v, n,
+        n_seqs], `beta` [1, H_v, n, n_seqs], `state` [d, d, H_v, n_seqs], where H_k divides H_v: output
+        [d, H_v, n, n_seqs], and the state after the last token.
+        """
+        d, heads, n, n_seqs = v.shape
+        fits = q.shape == k.shape and q.shape[0] == d and heads % q.shape[1] == 0 and q.shape[2:] == (n, n_seqs)
+        fits = fits and gate.shape[0] in (1, d) and gate.shape[1:] == v.shape[1:] and beta.shape == (1, *v.shape[1:])
+        fits = fits and state.shape == (d, d, heads, n_seqs)
+        types = all(a.type == GgmlType.F32 for a in (q, k, v, gate, beta, state))
+        whole = q.whole_rows and k.whole_rows and v.whole_rows and gate.contiguous and beta.contiguous
+        _need(fits and types and whole and state.contiguous, f"no delta rule of {q!r}, {k!r}, {v!r} on {state!r}")
+        p = self.library.ggml_gated_delta_net(
+            self._ptr,
+            q.ptr,
+            k.ptr,
+            v.ptr,
+            gate.ptr,
+            beta.ptr,
+            state.ptr,
+            1,  # only the last state is kept
+        )
+        # d × H_v wide: one column a token, then the states
+        packed = self._new(p, GgmlType.F32, (d * heads, n * n_seqs + d * n_seqs))
+        return self.view(packed, v.shape), self.view(packed, state.shape, (), 4 * d * heads * n * n_seqs)
+
     def rope(
         self, a: Tensor, positions: Tensor, factors: Tensor | None, n_dims: int, *, neox: bool, n_ctx_orig: int,
         freq_base: float, freq_scale: float, ext_factor: float, attn_factor: float, beta_fast: float, beta_slow: float,
@@ -281,7 +362,9 @@ class Context:
         )  # fmt: skip
         return self._new(p, a.type, a.shape)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """What `flash_attention` computes, in plain products, as llama.cpp does without flash attention: same bits.
 
         A row's bits depend on its own length alone. Takes F32 `k` and `v`, and n_kv × n × n_head floats of scratch.
@@ -292,18 +375,31 @@ class Context:
         _need(fits and types, f"no attention of {q!r} to {k!r}, {v!r}")
         scores = self.mul_mat(k, q)  # [n_kv, n, n_head]
         p = self.library.ggml_soft_max_ext(self._ptr, scores.ptr, mask.ptr, scale, 0.0)
+        if sinks is not None:
+            self._check_sinks(sinks, q)
+            self.library.ggml_soft_max_add_sinks(p, sinks.ptr)
         weights = self._new(p, GgmlType.F32, scores.shape)
         out = self.mul_mat(self.cont(self.permute(v, 1, 0, 2, 3)), weights)  # [d_v, n, n_head]
         return self.cont(self.permute(out, 0, 2, 1, 3))
 
-    def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def _check_sinks(self, sinks: Tensor, q: Tensor) -> None:
+        _need(sinks.type == GgmlType.F32 and sinks.shape == (q.shape[2], 1, 1, 1), f"{sinks!r} are no sinks of {q!r}")
+
+    def flash_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """softmax(scale·qk + mask) v: `q` [d, n, n_head] F32, `k` [d, n_kv, n_head_kv], `v` [d_v, n_kv, n_head_kv],
-        `mask` [n_kv, n] F16: [d_v, n_head, n], F32."""
+        `mask` [n_kv, n] F16: [d_v, n_head, n], F32.
+
+        `sinks` [n_head] F32 are logits that take their share of each head's softmax and give nothing."""
         fits = q.shape[0] == k.shape[0] and k.shape[1:] == v.shape[1:] and q.shape[2] % k.shape[2] == 0
         fits = fits and mask.shape[0] == k.shape[1] and mask.shape[1] >= q.shape[1] and mask.contiguous
         _need(fits and q.type == GgmlType.F32 and mask.type == GgmlType.F16, f"no attention of {q!r} to {k!r}, {v!r}")
         p = self.library.ggml_flash_attn_ext(self._ptr, q.ptr, k.ptr, v.ptr, mask.ptr, scale, 0.0, 0.0)
         self.library.ggml_flash_attn_ext_set_prec(p, 10)  # GGML_PREC_F32
+        if sinks is not None:
+            self._check_sinks(sinks, q)
+            self.library.ggml_flash_attn_ext_add_sinks(p, sinks.ptr)
         return self._new(p, GgmlType.F32, (v.shape[0], q.shape[2], q.shape[1]))
 
 

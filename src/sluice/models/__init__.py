@@ -7,9 +7,10 @@ from sluice.gguf import GgufFile
 from sluice.models.blocks import Family
 from sluice.models.llama import Llama
 from sluice.models.qwen3moe import Qwen3Moe
+from sluice.models.qwen35moe import Qwen35Moe
 from sluice.models.spec import ModelSpec
 
-FAMILIES: dict[str, type[Family]] = {family.architecture: family for family in (Llama, Qwen3Moe)}
+FAMILIES: dict[str, type[Family]] = {family.architecture: family for family in (Llama, Qwen3Moe, Qwen35Moe)}
 
 
 def family_of(file: GgufFile) -> type[Family]:

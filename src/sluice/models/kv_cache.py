@@ -1,6 +1,6 @@
 """Keys and values of every position, for all layers and streams, in one block of memory; knows no attention.
 
-Each layer has one tensor of keys and one of values with a row per position; stream s owns the rows
+Each layer that attends has one tensor of keys and one of values with a row per position; stream s owns the rows
 [s × n_ctx, (s + 1) × n_ctx). Rows are written by index and read through views, so graphs are reused.
 """
 
@@ -22,9 +22,14 @@ def padded(n: int) -> int:
 
 def kv_bytes(spec: ModelSpec, library: Library, types: tuple[GgmlType, GgmlType], n_ctx: int, n_streams: int) -> int:
     """Bytes that a cache of `n_streams` × `n_ctx` positions takes."""
-    k, v = (row_bytes(library, t, n) for t, n in zip(types, (spec.n_embd_k, spec.n_embd_v), strict=True))
     rows = padded(n_ctx) * n_streams
-    return spec.n_layers * (_aligned(k * rows) + _aligned(v * rows))
+    sizes = (row_bytes(library, type, width) for type, width in zip(types, _widths(spec), strict=True) if width)
+    return len(spec.attending) * sum(_aligned(size * rows) for size in sizes)
+
+
+def _widths(spec: ModelSpec) -> tuple[int, int]:
+    """Numbers kept of a position: keys and values."""
+    return spec.n_embd_k, 0 if spec.values_in_keys else spec.n_embd_v
 
 
 def _aligned(n: int) -> int:
@@ -42,15 +47,15 @@ class KVCache:
         self._memory = AlignedBuffer(kv_bytes(spec, library, types, n_ctx, n_streams))
         self._buffer = Buffer(library, self._memory.address, self._memory.n_bytes)
         self._context = Context(library, 2 * spec.n_layers)
-        self._k: list[Tensor] = []
-        self._v: list[Tensor] = []
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
         at, rows = 0, self.n_ctx * n_streams
-        for _ in range(spec.n_layers):
-            for tensors, type, width in ((self._k, types[0], spec.n_embd_k), (self._v, types[1], spec.n_embd_v)):
-                tensor = self._context.tensor(type, width, rows)
-                self._buffer.place(tensor, at)
-                tensors.append(tensor)
-                at += _aligned(tensor.n_bytes)
+        for layer in spec.attending:
+            for tensors, type, width in zip((self._k, self._v), types, _widths(spec), strict=True):
+                if width:
+                    tensors[layer] = tensor = self._context.tensor(type, width, rows)
+                    self._buffer.place(tensor, at)
+                    at += _aligned(tensor.n_bytes)
 
     def __enter__(self) -> KVCache:
         return self
@@ -58,17 +63,19 @@ class KVCache:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def write(self, c: Context, layer: int, k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes that store `k` [n_embd_k, n], `v` [n_embd_v, n] at `rows` [n] (I64)."""
-        return c.set_rows(self._k[layer], k, rows), c.set_rows(self._v[layer], v, rows)
+    def write(self, c: Context, layer: int, k: Tensor, v: Tensor | None, rows: Tensor) -> list[Tensor]:
+        """Nodes that store `k` [n_embd_k, n], `v` [n_embd_v, n] (none if they are in the keys) at `rows` [n] (I64)."""
+        nodes = [c.set_rows(self._k[layer], k, rows)]
+        return nodes if v is None else [*nodes, c.set_rows(self._v[layer], v, rows)]
 
-    def read(self, c: Context, layer: int, stream: int, n_kv: int) -> tuple[Tensor, Tensor]:
-        """Views of a stream's first `n_kv` positions: [head_dim, n_kv, n_head_kv] each."""
+    def read(self, c: Context, layer: int, stream: int, first: int, n_kv: int) -> tuple[Tensor, Tensor]:
+        """Views of a stream's positions [first, first + n_kv): [head_dim, n_kv, n_head_kv] each."""
         spec = self.spec
         views = []
-        for tensor, dim in ((self._k[layer], spec.head_dim), (self._v[layer], spec.head_dim_v)):
+        for tensor, dim in ((self._k[layer], spec.head_dim), (self._v.get(layer, self._k[layer]), spec.head_dim_v)):
             row, head = tensor.strides[1], row_bytes(c.library, tensor.type, dim)
-            views.append(c.view(tensor, (dim, n_kv, spec.n_head_kv), (row, head), stream * self.n_ctx * row))
+            at = (stream * self.n_ctx + first) * row
+            views.append(c.view(tensor, (dim, n_kv, spec.n_head_kv), (row, head), at))
         return views[0], views[1]
 
     def close(self) -> None:

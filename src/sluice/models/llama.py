@@ -22,33 +22,12 @@ class Llama(Family):
     @classmethod
     def read_spec(cls, file: GgufFile) -> ModelSpec:
         s = decoder_spec(file, neox=False, normalise_weights=True)
-        wanted: dict[str, Shape] = {
-            "token_embd.weight": (s.n_embd, s.n_vocab),
-            "output_norm.weight": (s.n_embd,),
-        }
-        optional: dict[str, Shape] = {
-            "output.weight": (s.n_embd, s.n_vocab),
-            "rope_freqs.weight": (s.rope.n_dims // 2,),
-        }
+        wanted = blocks.embedding_tensors(s)
+        optional: dict[str, Shape] = {"rope_freqs.weight": (s.rope.n_dims // 2,)}
         for i in range(s.n_layers):
-            b = f"blk.{i}."
-            wanted |= {
-                b + "attn_norm.weight": (s.n_embd,),
-                b + "attn_q.weight": (s.n_embd, s.n_head * s.head_dim),
-                b + "attn_k.weight": (s.n_embd, s.n_embd_k),
-                b + "attn_v.weight": (s.n_embd, s.n_embd_v),
-                b + "attn_output.weight": (s.n_head * s.head_dim_v, s.n_embd),
-                b + "ffn_norm.weight": (s.n_embd,),
-            }
-            optional |= {
-                b + "attn_q.bias": (s.n_head * s.head_dim,),
-                b + "attn_k.bias": (s.n_embd_k,),
-                b + "attn_v.bias": (s.n_embd_v,),
-                b + "attn_output.bias": (s.n_embd,),
-            }
-            wanted |= blocks.ffn_tensors(s, i)
-        check_tensors(file, s, wanted, optional)
-        return s
+            wanted |= blocks.attention_tensors(s, i) | blocks.ffn_tensors(s, i)
+            optional |= blocks.attention_biases(s, i)
+        return check_tensors(file, s, wanted, optional)
 
     def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
         s, w, b = self.spec, self.weights, f"blk.{layer}.attn_"

@@ -11,7 +11,7 @@ from sluice.ggml import Context, Tensor
 from sluice.gguf import GgufFile
 from sluice.models import blocks
 from sluice.models.blocks import AttentionInputs, Family
-from sluice.models.spec import ModelSpec, Shape, check_tensors, decoder_spec
+from sluice.models.spec import ModelSpec, check_tensors, decoder_spec
 
 
 class Qwen3Moe(Family):
@@ -22,25 +22,10 @@ class Qwen3Moe(Family):
     @classmethod
     def read_spec(cls, file: GgufFile) -> ModelSpec:
         s = decoder_spec(file, neox=True, normalise_weights=True)
-        wanted: dict[str, Shape] = {
-            "token_embd.weight": (s.n_embd, s.n_vocab),
-            "output_norm.weight": (s.n_embd,),
-        }
+        wanted = blocks.embedding_tensors(s)
         for i in range(s.n_layers):
-            b = f"blk.{i}."
-            wanted |= {
-                b + "attn_norm.weight": (s.n_embd,),
-                b + "attn_q.weight": (s.n_embd, s.n_head * s.head_dim),
-                b + "attn_k.weight": (s.n_embd, s.n_embd_k),
-                b + "attn_v.weight": (s.n_embd, s.n_embd_v),
-                b + "attn_q_norm.weight": (s.head_dim,),
-                b + "attn_k_norm.weight": (s.head_dim,),
-                b + "attn_output.weight": (s.n_head * s.head_dim_v, s.n_embd),
-                b + "ffn_norm.weight": (s.n_embd,),
-            }
-            wanted |= blocks.ffn_tensors(s, i)
-        check_tensors(file, s, wanted, {"output.weight": (s.n_embd, s.n_vocab)})
-        return s
+            wanted |= blocks.attention_tensors(s, i, head_norms=True) | blocks.ffn_tensors(s, i)
+        return check_tensors(file, s, wanted, {})
 
     def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
         s, w, b = self.spec, self.weights, f"blk.{layer}."

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sluice.errors import ModelFileError
@@ -30,8 +31,36 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """Linear attention by the gated delta rule: heads of `head_dim` for keys and values, a convolution before them."""
+
+    n_k_heads: int
+    n_v_heads: int
+    head_dim: int
+    conv_width: int
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim * self.n_v_heads
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that are convolved: queries, keys, values."""
+        return 2 * self.head_dim * self.n_k_heads + self.value_dim
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Numbers that a layer keeps of a stream: the convolution's last inputs, and the heads' matrices."""
+        return (self.conv_width - 1) * self.conv_dim, self.head_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape of a decoder with routed experts. `moe_layers` are those that have experts, ascending."""
+    """The shape of a decoder with routed experts. `moe_layers` are those that have experts, ascending.
+
+    `gating` is what turns router logits into scores: softmax or sigmoid of all, or "chosen", softmax over the chosen.
+    With groups, the experts of the best `n_groups_used` of `n_groups` groups are chosen from.
+    """
 
     architecture: str
     n_layers: int
@@ -52,6 +81,27 @@ class ModelSpec:
     normalise_weights: bool  # routing weights are divided by their sum over the chosen experts
     weights_scale: float
     tied_embeddings: bool
+    gating: str = "softmax"
+    n_groups: int = 1
+    n_groups_used: int = 1
+    n_ff_shared: int = 0  # width of the shared experts together, 0 where there are none
+    window: int = 0  # positions that the layers of `windowed` look back, their own included
+    windowed: tuple[int, ...] = ()
+    values_in_keys: bool = False  # a position's values are the first numbers of its keys: none are kept beside them
+    recurrent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # layer -> numbers of each of its states
+    delta: DeltaNetSpec | None = None
+    expert_biases: bool = False
+    skipped: tuple[str, ...] = ()  # tensors that are left in the file: other modalities, multi-token prediction
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """Layers that keep keys and values."""
+        return tuple(i for i in range(self.n_layers) if i not in self.recurrent)
+
+    @property
+    def mixer_width(self) -> int:
+        """The widest output of a layer's attention, before its projection."""
+        return max(self.n_head * self.head_dim_v, self.delta.value_dim if self.delta else 0)
 
     @property
     def n_embd_k(self) -> int:
@@ -129,6 +179,8 @@ def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool) -> Mode
     """
     meta = Metadata(file)
     n_layers = meta.integer("block_count", high=4096)
+    # layers for multi-token prediction come after the model's own
+    n_layers -= meta.integer("nextn_predict_layers", 0, low=0, high=n_layers - 1)
     moe_layers = tuple(i for i in range(n_layers) if file.expert_parts(i) is not None)
     if not moe_layers:
         raise ModelFileError(
@@ -173,9 +225,16 @@ def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool) -> Mode
     )
 
 
-def check_tensors(file: GgufFile, spec: ModelSpec, wanted: Mapping[str, Shape], optional: Mapping[str, Shape]) -> None:
-    """Raise ModelFileError unless the file holds exactly `wanted`, maybe some of `optional`, and consistent experts.
+# Parts of a file that a text model can do without: vision and audio towers and their projectors.
+OTHER_PARTS = ("v.", "mm.", "a.", "resampler.")
 
+
+def check_tensors(
+    file: GgufFile, spec: ModelSpec, wanted: Mapping[str, Shape], optional: Mapping[str, Shape]
+) -> ModelSpec:
+    """`spec`, with the names of what is `skipped` of the file: multi-token prediction, other modalities.
+
+    Raises ModelFileError unless the file holds exactly `wanted`, maybe some of `optional`, and consistent experts.
     Shapes are in ggml's order. Vectors must be F32, as ggml adds and multiplies only those.
     """
     path = file.paths[0]
@@ -192,12 +251,14 @@ def check_tensors(file: GgufFile, spec: ModelSpec, wanted: Mapping[str, Shape], 
                 f"{path}: tensor {name} has the shape {_text(info)}, "
                 f"its hyper-parameters say {list(shape)}: the file is damaged"
             )
-        if len(shape) == 1 and info.type != GgmlType.F32:
+        if (len(shape) == 1 or name.endswith((".bias", "conv1d.weight"))) and info.type != GgmlType.F32:
             raise ModelFileError(f"{path}: tensor {name} is {info.type.name}, Sluice needs F32 here: convert it again")
         _check_weight_type(file, info)
     parts = ("gate_exps.weight", "up_exps.weight", "down_exps.weight", "gate_up_exps.weight", "exps.packed")
     experts = {f"blk.{i}.ffn_{part}" for i in spec.moe_layers for part in parts}
-    unknown = sorted(set(file.tensors) - set(expected) - experts)
+    others = sorted(set(file.tensors) - set(expected) - experts)
+    skipped = tuple(name for name in others if name.startswith(OTHER_PARTS) or _block(name) >= spec.n_layers)
+    unknown = [name for name in others if name not in skipped]
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise ModelFileError(
@@ -205,6 +266,13 @@ def check_tensors(file: GgufFile, spec: ModelSpec, wanted: Mapping[str, Shape], 
         )
     for layer in spec.moe_layers:
         _check_experts(file, spec, layer)
+    return replace(spec, skipped=skipped)
+
+
+def _block(name: str) -> int:
+    """The layer that a tensor belongs to, -1 for none."""
+    match = re.match(r"blk\.(\d{1,9})\.", name)
+    return int(match[1]) if match else -1
 
 
 def _check_experts(file: GgufFile, spec: ModelSpec, layer: int) -> None:

@@ -1,0 +1,125 @@
+"""Qwen3.5 MoE (GGUF architecture `qwen35moe`): Qwen3.5-35B-A3B, Qwen3.6-35B-A3B and larger. Knows its graphs only.
+
+Three of four layers mix tokens by the gated delta rule (linear attention with a state), the fourth by grouped-query
+attention whose output is gated; an RMS norm on every head of q and k, rope on a part of each head (neox; the sections
+of its multimodal form coincide for text). Softmax routing, weights normalised over the chosen, and a shared expert
+behind a sigmoid gate of its own. A layer for multi-token prediction may follow and is left in the file.
+Source: https://huggingface.co/docs/transformers/model_doc/qwen3_5_moe and arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sluice.ggml import Context, Tensor
+from sluice.gguf import GgufFile
+from sluice.models import blocks
+from sluice.models.blocks import AttentionInputs, Family
+from sluice.models.spec import DeltaNetSpec, Metadata, ModelSpec, Shape, check_tensors, decoder_spec
+
+
+class Qwen35Moe(Family):
+    """`qwen35moe`."""
+
+    architecture = "qwen35moe"
+    ffn_norm = "post_attention_norm"
+
+    @classmethod
+    def read_spec(cls, file: GgufFile) -> ModelSpec:
+        meta = Metadata(file)
+        s = decoder_spec(file, neox=True, normalise_weights=True)
+        delta = _delta_net(meta)
+        s = replace(
+            s,
+            n_ff_shared=meta.integer("expert_shared_feed_forward_length"),
+            delta=delta,
+            recurrent={i: delta.state for i in _recurrent_layers(meta, s.n_layers)},
+        )
+        wanted = blocks.embedding_tensors(s)
+        for i in range(s.n_layers):
+            b = f"blk.{i}."
+            wanted |= blocks.ffn_tensors(s, i, cls.ffn_norm)
+            if i in s.moe_layers:
+                wanted[b + "ffn_gate_inp_shexp.weight"] = (s.n_embd,)
+            if i in s.recurrent:
+                wanted |= _delta_tensors(s, delta, i)
+            else:
+                wanted |= blocks.attention_tensors(s, i, head_norms=True)
+                wanted[b + "attn_q.weight"] = (s.n_embd, 2 * s.n_head * s.head_dim)  # queries and gates, by head
+        return check_tensors(file, s, wanted, {})
+
+    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        h = blocks.norm(c, x, self.weights[f"blk.{layer}.attn_norm.weight"], self.spec.rms_eps)
+        mix = self._linear_attention if layer in self.spec.recurrent else self._gated_attention
+        return c.add(x, mix(c, layer, h, inputs))
+
+    def _gated_attention(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
+        s, w, b = self.spec, self.weights, f"blk.{layer}.attn_"
+        n, d = h.shape[1], s.head_dim
+        both = c.mul_mat(w[b + "q.weight"], h)  # of each head d numbers of its query, then d of its gate
+        strides = (8 * d, both.strides[1])
+        q = c.cont(c.view(both, (d, s.n_head, n), strides))
+        gate = c.cont(c.view(both, (d, s.n_head, n), strides, 4 * d))
+        k = c.reshape(c.mul_mat(w[b + "k.weight"], h), d, s.n_head_kv, n)
+        v = c.mul_mat(w[b + "v.weight"], h)
+        q = blocks.rotate(c, blocks.norm(c, q, w[b + "q_norm.weight"], s.rms_eps), inputs.positions, s.rope)
+        k = blocks.rotate(c, blocks.norm(c, k, w[b + "k_norm.weight"], s.rms_eps), inputs.positions, s.rope)
+        out = blocks.attend(c, layer, q, k, v, inputs, d**-0.5)
+        gate = c.sigmoid(c.reshape(gate, s.n_head * d, n))
+        return c.mul_mat(w[b + "output.weight"], c.mul(out, gate))
+
+    def _linear_attention(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
+        s, w, b = self.spec, self.weights, f"blk.{layer}."
+        assert s.delta is not None
+        d, n = s.delta, h.shape[1]
+        mixed = c.mul_mat(w[b + "attn_qkv.weight"], h)
+        z = c.mul_mat(w[b + "attn_gate.weight"], h)
+        beta = c.sigmoid(c.mul_mat(w[b + "ssm_beta.weight"], h))
+        rate = c.softplus(c.add(c.mul_mat(w[b + "ssm_alpha.weight"], h), w[b + "ssm_dt.bias"]))
+        decay = c.mul(rate, w[b + "ssm_a"])  # logarithms, negative
+        out = blocks.delta_net(c, layer, d, mixed, decay, beta, w[b + "ssm_conv1d.weight"], inputs, s.rms_eps)
+        normed = blocks.norm(c, c.reshape(out, d.head_dim, d.n_v_heads, n), w[b + "ssm_norm.weight"], s.rms_eps)
+        gated = c.mul(normed, c.silu(c.reshape(z, d.head_dim, d.n_v_heads, n)))
+        return c.mul_mat(w[b + "ssm_out.weight"], c.reshape(gated, d.value_dim, n))
+
+    def shared(self, c: Context, layer: int, normed: Tensor) -> Tensor:
+        w = self.weights[f"blk.{layer}.ffn_gate_inp_shexp.weight"]
+        gate = c.sigmoid(c.mul_mat(c.reshape(w, self.spec.n_embd, 1), normed))  # [1, n]
+        return c.mul(super().shared(c, layer, normed), gate)
+
+
+def _delta_net(meta: Metadata) -> DeltaNetSpec:
+    head_dim = meta.integer("ssm.state_size", high=1024)
+    n_k, n_v = meta.integer("ssm.group_count", high=4096), meta.integer("ssm.time_step_rank", high=4096)
+    if n_v % n_k:
+        raise meta.fail("ssm.group_count", f"is {n_k}, which does not divide {n_v} value heads")
+    if (inner := meta.integer("ssm.inner_size")) != head_dim * n_v:
+        raise meta.fail("ssm.inner_size", f"is {inner}, not {n_v} heads of {head_dim}")
+    return DeltaNetSpec(n_k, n_v, head_dim, meta.integer("ssm.conv_kernel", low=2, high=64))
+
+
+def _recurrent_layers(meta: Metadata, n_layers: int) -> list[int]:
+    """As the file lists them, or all but every fourth (or `full_attention_interval`-th)."""
+    listed = meta.get("attention.recurrent_layers")
+    if listed is None:
+        interval = meta.integer("full_attention_interval", 4, high=4096)
+        return [i for i in range(n_layers) if (i + 1) % interval]
+    if not isinstance(listed, list) or len(listed) < n_layers or not all(isinstance(x, (bool, int)) for x in listed):
+        raise meta.fail("attention.recurrent_layers", "does not say of each layer whether it is recurrent")
+    return [i for i in range(n_layers) if listed[i]]
+
+
+def _delta_tensors(s: ModelSpec, d: DeltaNetSpec, layer: int) -> dict[str, Shape]:
+    b = f"blk.{layer}."
+    return {
+        b + "attn_norm.weight": (s.n_embd,),
+        b + "attn_qkv.weight": (s.n_embd, d.conv_dim),
+        b + "attn_gate.weight": (s.n_embd, d.value_dim),
+        b + "ssm_conv1d.weight": (d.conv_width, d.conv_dim),
+        b + "ssm_dt.bias": (d.n_v_heads,),
+        b + "ssm_a": (d.n_v_heads,),
+        b + "ssm_beta.weight": (s.n_embd, d.n_v_heads),
+        b + "ssm_alpha.weight": (s.n_embd, d.n_v_heads),
+        b + "ssm_norm.weight": (d.head_dim,),
+        b + "ssm_out.weight": (d.value_dim, s.n_embd),
+    }
