@@ -60,6 +60,7 @@ def model_facts(engine: Engine) -> dict[str, Any]:
     """What the file says of the model. Sizes in bytes; types as {name: number of layers that have it}."""
     from sluice.engine.weights import dense_tensors
     from sluice.models.kv_cache import KV_TYPES, kv_bytes, padded
+    from sluice.models.recurrent import recurrent_bytes
 
     file, spec, metadata = engine.file, engine.spec, engine.file.metadata
     layers = {layer: file.expert_parts(layer) or () for layer in spec.moe_layers}
@@ -85,13 +86,19 @@ def model_facts(engine: Engine) -> dict[str, Any]:
         "moe_layers": list(spec.moe_layers),
         "experts": spec.n_expert,
         "top_k": spec.top_k,
-        "shared_experts": 0,  # none of the families known has any
+        # files give the width of all shared experts together: as many as routed experts would make it
+        "shared_experts": -(-spec.n_ff_shared // spec.n_ff_expert),
         "expert_types": types,
         "expert_bytes": {"min": min(sizes), "mean": sum(sizes) / len(sizes), "max": max(sizes)},
         "experts_bytes": sum(sizes) * spec.n_expert,
         "token_bytes": sum(sizes) * spec.top_k,
         "dense_bytes": dense,
         "kv_bytes_per_token": kv,
+        "state_bytes_per_stream": recurrent_bytes(spec, 1),
+        "recurrent_layers": sorted(spec.recurrent),
+        "window": spec.window or None,
+        "windowed_layers": list(spec.windowed),
+        "skipped_tensors": len(spec.skipped),
         "context": spec.n_ctx_train,
         "embedding": spec.n_embd,
         "vocabulary": spec.n_vocab,
@@ -157,7 +164,7 @@ def _show(facts: dict[str, Any]) -> None:
                 f"{facts['path']}{shards}, {format_size(facts['file_bytes'])}, {kind}",
             ),
             ("architecture", facts["architecture"]),
-            ("layers", f"{facts['layers']}, of which {n_moe} with experts"),
+            ("layers", ", ".join(_layers(facts, n_moe))),
             (
                 "experts",
                 f"{facts['experts']} a layer, {facts['top_k']} a token, {facts['shared_experts'] or 'none'} shared",
@@ -167,12 +174,18 @@ def _show(facts: dict[str, Any]) -> None:
             ("a token's experts", format_size(facts["token_bytes"])),
             ("dense weights", format_size(facts["dense_bytes"])),
             ("KV per token", ", ".join(f"{name} {format_size(n)}" for name, n in facts["kv_bytes_per_token"].items())),
+            *(
+                [("state of a stream", format_size(facts["state_bytes_per_stream"]))]
+                if facts["recurrent_layers"]
+                else []
+            ),
             ("context", f"{facts['context']} positions (memory below: {facts['ctx']})"),
             (
                 "vocabulary",
                 f"{facts['vocabulary']} tokens, {facts['tokenizer']} / {facts['pre_tokenizer'] or 'default'}",
             ),
             ("chat template", "yes" if facts["chat_template"] else "no"),
+            *([("left in the file", f"{facts['skipped_tensors']} tensors")] if facts["skipped_tensors"] else []),
             ("smallest --ram", format_mib(facts["smallest_budget_bytes"])),
             ("--ram for a token's experts", format_mib(facts["token_budget_bytes"])),
             ("--ram for all experts", format_mib(facts["full_budget_bytes"])),
@@ -180,6 +193,15 @@ def _show(facts: dict[str, Any]) -> None:
     )
     rows = [[format_mib(b["budget_bytes"]), str(b["slots"]), f"{b['share']:.1%}"] for b in facts["budgets"]]
     print_table(["--ram", "expert slots", "of all experts"], rows)
+
+
+def _layers(facts: dict[str, Any], n_moe: int) -> list[str]:
+    parts = [f"{facts['layers']}, of which {n_moe} with experts"]
+    if recurrent := len(facts["recurrent_layers"]):
+        parts.append(f"{recurrent} recurrent")
+    if windowed := len(facts["windowed_layers"]):
+        parts.append(f"{windowed} with a window of {facts['window']}")
+    return parts
 
 
 def format_mib(n: int) -> str:

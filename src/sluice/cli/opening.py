@@ -80,6 +80,8 @@ def announce(engine: Engine) -> None:
             f"warning: {plan.slots} expert slots are fewer than the {plan.floor_slots} experts that one token needs, "
             f"so few reads are saved: --ram {enough} holds them"
         )
+    if spec.skipped:
+        note(f"left in the file: {len(spec.skipped)} tensors of multi-token prediction or other modalities")
     if engine.threads > (cores := usable_cores()):
         note(f"warning: {engine.threads} threads on {cores} cores wait for one another: fewer are faster")
     if not engine.library.tried:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A stream of an engine; a context manager that gives the stream back.
+    """A stream of an engine; a context manager that gives the stream back, as the last reference to it does.
 
     `tokens` are those that have been fed. Feeding is deterministic in what was fed how: a prompt's chunks end at
     absolute multiples of the chunk size. A model with recurrent layers can't go on after a step that failed half way:
@@ -27,6 +28,8 @@ class Session:
         self.stream = stream
         self.tokens: list[int] = []
         self.broken = False
+        self._give_back = weakref.finalize(self, engine.free_streams.append, stream)
+        self._give_back.atexit = False
 
     def __enter__(self) -> Session:
         return self
@@ -73,4 +76,6 @@ class Session:
             self.engine.prefill(self, kept)
 
     def close(self) -> None:
-        self.engine.release_session(self)
+        """May be called again."""
+        self._give_back()
+        self.stream = -1

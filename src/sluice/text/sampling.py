@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sluice.errors import InputError, SluiceError
+from sluice.errors import InputError, ModelFileError, SluiceError
 
 _BLOCK = 512  # tokens summed at a time: finding a token costs two short cumulative sums instead of one long one
 
@@ -63,7 +63,7 @@ class Sampler:
 
     def sample(self, logits: np.ndarray, history: Sequence[int]) -> int:
         """The next token's id. `logits`: [n_vocab] float32, left as they are; `history`: the sequence's ids so far,
-        read only for the repetition penalty. Raises SluiceError when the logits hold NaN or no finite maximum."""
+        read only for the repetition penalty. Raises ModelFileError when the logits hold NaN or no finite maximum."""
         params = self.params
         x = np.asarray(logits)
         if x.ndim != 1 or not x.size:
@@ -72,7 +72,7 @@ class Sampler:
             x = self._penalised(x, history)
         top = float(x.max())
         if not math.isfinite(top):  # max() passes NaN on
-            raise SluiceError(f"the logits' maximum is {top}; the model file may be damaged, or a kernel is at fault")
+            raise ModelFileError(f"the model computes {top}: its file holds damaged weights, get it again")
         if params.temperature == 0:
             return int(x.argmax())
         ids: np.ndarray | None = None  # ascending; None: all
