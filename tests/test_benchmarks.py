@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
+from oracles import llamacpp_logits
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+SYNTHETIC = ["qwen3-30b", "qwen3.6-35b", "ling-3.0-tiny", "gpt-oss-20b", "qwen3-235b"]
 SHAPE = ["--layers=2", "--experts=8", "--top-k=2", "--ff=256", "--dim=256", "--heads=2", "--kv-heads=1", "--vocab=512"]
 
 
@@ -40,6 +45,57 @@ def test_a_synthetic_file_has_the_shape_asked_for(synthetic: Path) -> None:
     shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
     assert shapes["blk.1.ffn_down_exps.weight"] == [256, 256, 8]
     assert "blk.2.attn_q.weight" not in shapes
+
+
+@pytest.mark.parametrize("model", SYNTHETIC)
+def test_llamacpp_computes_what_every_synthetic_model_was_designed_for(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    run("synth.py", path, "--model", model, *SHAPE, "--layers=4", "--experts=16")  # the last of a shape counts
+    ids = [5 + 16 * i for i in range(8)]  # all of one cluster
+    logits = llamacpp_logits(path, ids)
+
+    assert np.isfinite(logits).all()
+    likely = np.exp(logits - logits.max(axis=1, keepdims=True))
+    in_cluster = likely[:, 5::16].sum(axis=1) / likely.sum(axis=1)
+    assert (in_cluster > 0.8).all()  # 0.95 by design, in wider models
+    # What the layers add hardly changes what the embedding alone would yield, and so would route.
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    embedding, head = (
+        gguf.quants.dequantize(stored[name].data, stored[name].tensor_type)
+        for name in ("token_embd.weight", "output.weight")
+    )
+    x = embedding[ids]
+    alone = x / np.sqrt((x**2).mean(axis=1, keepdims=True)) @ head.T
+    assert 0 < np.linalg.norm(logits - alone) < 0.1 * np.linalg.norm(alone)
+
+
+@pytest.mark.parametrize("model, billions", [("qwen3.6-35b", 34.66), ("ling-3.0-tiny", 7.89), ("gpt-oss-20b", 20.91)])
+def test_a_shape_has_as_many_weights_as_is_published(
+    model: str, billions: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    made = importlib.import_module("synth_models").MODELS[model]
+    shape = made.shape
+    n = 2 * shape.vocab * shape.dim + shape.dim
+    n += sum(math.prod(tensor.shape) for i in range(shape.layers) for tensor in made.layer(shape, i))
+    assert n / 1e9 == pytest.approx(billions, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["--model=qwen3.6-35b", "--layers=3"], "4 layers"),
+        (["--model=ling-3.0-tiny", "--experts=12"], "multiple of 8"),
+        (["--ff=100"], "no multiple of Q6_K"),
+        (["--top-k=9", "--experts=8"], "top-k"),
+    ],
+)
+def test_a_shape_that_no_file_can_have_is_refused(words: list[str], named: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "synth.py"), str(tmp_path / "no.gguf"), *SHAPE, "--layers=4", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert named in result.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_existing_file_is_not_overwritten(synthetic: Path) -> None:
