@@ -25,6 +25,8 @@ class OrderedReader:
     ends later.
     """
 
+    name = "ordered"
+
     def __init__(
         self,
         files: ModelFiles,

@@ -14,6 +14,7 @@ from sluice.experts.policies import POLICIES
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 KV_TYPE_NAMES = ("f16", "f32", "q8_0", "q4_0")
+READERS = ("auto", "io_uring", "threads")
 ROUTINGS = ("exact",)
 
 
@@ -58,8 +59,9 @@ class EngineConfig:
 
     `expert_slots` sets the pool directly; `ram`, if given too, must hold it. `overlap=False` waits for all of a
     layer's experts before computing any. `read_rate` emulates a disk of that many bytes a second. `ggml` names a
-    folder with other ggml libraries. None of these changes the output: `kv` (f16 or another type, "K,V" for two)
-    and `routing` do.
+    folder with other ggml libraries. `reader` is how experts are read: by io_uring, by `io_threads` threads, or
+    what suits best (auto). None of these changes the output: `kv` (f16 or another type, "K,V" for two)
+    and `routing` do, and `top_k_experts`, which replaces the model's own number of experts a token takes in a layer.
     """
 
     ram: int | None = None
@@ -69,16 +71,18 @@ class EngineConfig:
     kv: str = "f16"
     policy: str = "lru"
     routing: str = "exact"
+    top_k_experts: int | None = None
     prefetch: bool = True
     overlap: bool = True
     streams: int = 1
     io_threads: int = 4
+    reader: str = "auto"
     read_rate: int | None = None
     ggml: Path | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ram", "expert_slots", "ctx", "threads", "read_rate", "streams", "io_threads"):
+        for name in ("ram", "expert_slots", "ctx", "threads", "top_k_experts", "read_rate", "streams", "io_threads"):
             value = getattr(self, name)
             if value is None and name not in ("streams", "io_threads"):
                 continue
@@ -91,6 +95,8 @@ class EngineConfig:
             raise InputError(f"threads is {self.threads}: ggml takes at most 512")
         if not 1 <= self.streams <= 1024 or not 1 <= self.io_threads <= 64:
             raise InputError(f"streams ({self.streams}) must be 1 to 1024 and io_threads ({self.io_threads}) 1 to 64")
+        if self.reader not in READERS:
+            raise InputError(f"reader {self.reader!r} is unknown: choose from {', '.join(READERS)}")
         if self.routing not in ROUTINGS:
             raise InputError(f"routing {self.routing!r} is unknown: choose from {', '.join(ROUTINGS)}")
         if self.policy not in POLICIES:

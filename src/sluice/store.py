@@ -48,12 +48,14 @@ class SlotLayout:
     """How every layer's expert fills a slot, so that aligned reads land in place without a copy.
 
     A run starts as far into a block of the slot as it does into a block of the file, with the rest of its first and
-    last block left free around it. `stride` is the bytes from slot to slot.
+    last block left free around it. `stride` is the bytes from slot to slot. `in_place`: every expert's size is a whole
+    number of blocks, so that all of them do land in place.
     """
 
     stride: int
     places: dict[int, tuple[PartPlace, ...]]
     runs: dict[int, tuple[Run, ...]]
+    in_place: bool
 
     @classmethod
     def of(cls, parts: dict[int, tuple[ExpertPart, ...]], blocks: Sequence[int]) -> SlotLayout:
@@ -72,7 +74,8 @@ class SlotLayout:
                 at = -(-(dest + n_bytes) // block) * block
             places[layer], runs[layer] = tuple(own_places), tuple(own_runs)
             stride = max(stride, at)
-        return cls(-(-stride // SLOT_ALIGNMENT) * SLOT_ALIGNMENT, places, runs)
+        in_place = all(run.stride % blocks[run.file] == 0 for of_layer in runs.values() for run in of_layer)
+        return cls(-(-stride // SLOT_ALIGNMENT) * SLOT_ALIGNMENT, places, runs, in_place)
 
 
 def _adjacent(parts: Sequence[ExpertPart], blocks: Sequence[int]) -> list[list[ExpertPart]]:

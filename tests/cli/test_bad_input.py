@@ -44,13 +44,20 @@ def _broken_template(folder: Path) -> Path:
 
 
 def _more_tokens_than_embeddings(folder: Path) -> Path:
-    write = tiny._tokenizer
+    known = tiny.vocabulary()
 
-    def write_one_more(writer: Any, tokens: list[str], kinds: list[int], *rest: Any) -> None:
-        write(writer, [*tokens, "one more"], [*kinds, kinds[0]], *rest)
+    def one_more(n_vocab: int | None = None) -> tuple[list[str], list[int], list[str]]:
+        tokens, kinds, merges = known
+        return [*tokens, "one more"], [*kinds, kinds[0]], merges
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "_tokenizer", write_one_more)
+        add = tiny.add_tokenizer
+
+        def add_with_one_more(*args: Any) -> None:
+            patch.setattr(tiny, "vocabulary", one_more)
+            add(*args)
+
+        patch.setattr(tiny, "add_tokenizer", add_with_one_more)
         return write_tiny(folder / "tiny.gguf").path
 
 
@@ -66,7 +73,7 @@ MODELS: dict[str, tuple[Make, str]] = {
         _file(file_bytes([entry(ARCHITECTURE, STRING, "llama"), entry("llama.block_count", U32, 2)])),
         "a dense model: Sluice is for Mixture-of-Experts models",
     ),
-    "unknown architecture": (_file(file_bytes([entry(ARCHITECTURE, STRING, "mamba")])), "llama, qwen3moe"),
+    "unknown architecture": (_file(file_bytes([entry(ARCHITECTURE, STRING, "mamba")])), "qwen35moe, qwen3moe"),
     "missing shard": (_missing_shard, "is missing"),
     "broken template": (_broken_template, "--raw"),
     "more tokens than embeddings": (_more_tokens_than_embeddings, "lists 401 tokens and embeds 400"),
@@ -94,8 +101,11 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "context": (["-p", "x", "--ctx", "99999999"], "lower it"),
     "prompt beyond the context": (["-p", "x" * 500, "--ctx", "16"], "raise --ctx"),
     "kv type": (["-p", "x", "--kv", "q5_0"], "f16, f32, q8_0, q4_0"),
+    "reader": (["-p", "x", "--reader", "mmap"], "auto, io_uring, threads"),
     "policy": (["-p", "x", "--policy", "mru"], "cyclic, lfu, lru, pinned"),
     "routing": (["-p", "x", "--routing", "psychic"], "exact"),
+    "more experts than there are": (["-p", "x", "--top-k-experts", "9"], "can choose from 8 experts"),
+    "no experts": (["-p", "x", "--top-k-experts", "0"], "top_k_experts is 0: give a whole number of at least 1"),
     "later routing": (["-p", "x", "--routing", "prerouted"], "not available in this version"),
     "empty prompt": (["-p", ""], "the prompt is empty"),
     "two prompts": (["-p", "x", "--prompt-ids", "1"], "give one of them"),

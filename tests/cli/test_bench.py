@@ -64,6 +64,7 @@ def test_a_table_for_people(cli: Cli, tiny_path: Path) -> None:
     assert done.code == 0
     assert "1 (cold pool)" in done.out and "2 (warm pool)" in done.out
     assert "policy lru" in done.err
+    assert "read by threads" in cli("bench", tiny_path, "--gen", 1, "--repeat", 1, "--reader", "threads", *FAST).err
 
 
 def test_a_slower_disk_is_emulated(cli: Cli, tiny_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from commands import Cli, finished
 from tiny import T, write_tiny
 
+from sluice.engine import Engine
 from sluice.io.files import ModelFiles
 
 MIB = 1 << 20
@@ -82,9 +83,11 @@ def test_doctor(cli: Cli, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(report["disk"]["bytes_per_s"]) == {"1", "4", "8"}
     assert all(rate > 0 for rate in report["disk"]["bytes_per_s"].values())
     assert report["cores"] >= 1
+    with Engine.open(tiny_path, expert_slots=4) as engine:
+        assert report["disk"]["reader"] == engine.store.reader.name
     for_people = cli("doctor", tiny_path)
     assert for_people.code == 0
-    assert "at depth 8" in for_people.out
+    assert "at depth 8" in for_people.out and f"by {report['disk']['reader']}" in for_people.out
 
 
 def test_doctor_cleans_up_after_itself(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,3 +134,14 @@ def test_version_and_bare_call(cli: Cli) -> None:
     assert cli("--version").out == f"{__version__}\n"
     assert "Usage" in cli().out
     assert finished(["--version"]).code == 0
+
+
+def test_another_number_of_experts_is_called_lossy(cli: Cli, tiny_path: Path) -> None:
+    common = ("run", tiny_path, "-p", "hello", "-n", 6, "--seed", 3, "--ignore-eos", "--json", *FAST)
+    own, same, other = (cli(*common, *more) for more in ((), ("--top-k-experts", 2), ("--top-k-experts", 1)))
+    assert own.json["tokens"] == same.json["tokens"] != other.json["tokens"]
+    assert own.json["mode"] == same.json["mode"]
+    assert (own.json["mode"]["top_k_experts"], other.json["mode"]["top_k_experts"]) == (2, 1)
+    assert other.json["mode"]["top_k_experts_of_model"] == 2
+    assert "lossy" not in own.err and "lossy, 1 expert a token instead of the model's 2" in other.err
+    assert other.json["ledger"]["decode"]["token_demands"] * 2 == own.json["ledger"]["decode"]["token_demands"]

@@ -99,7 +99,7 @@ def random_options(rng: random.Random, top_k: int, n_all: int) -> dict[str, Any]
         "streams": rng.choice([1, 1, 2, 4]),
     }
     if rng.random() < 0.3:
-        options["io_threads"] = rng.randint(1, 4)
+        options |= {"io_threads": rng.randint(1, 4), "reader": rng.choice(["auto", "threads"])}
     else:
         shares = rng.choice([0.0, 0.5]), rng.choice([0.0, 0.3, 1.0])
         options["make_reader"] = ordered(rng.randrange(1 << 32), running_share=shares[0], poll_share=shares[1])

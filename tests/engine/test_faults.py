@@ -23,7 +23,9 @@ from sluice.engine import Engine
 from sluice.engine import engine as engine_module
 from sluice.errors import ContextError, EngineClosed, InputError, ModelFileError, ReadError
 from sluice.experts.cache import CacheCounters
+from sluice.io import uring
 from sluice.io.files import ModelFiles
+from sluice.io.ring_reader import RingReader
 from sluice.types import Completion, Read
 
 SMALL: dict[str, Any] = {
@@ -33,8 +35,19 @@ PROMPTS = [prompt(np.random.default_rng(n), n, 5) for n in (1, 3, 12, 40)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("faults") / "m.gguf", **SMALL).path
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose experts are read by threads, since they are no whole blocks; or one that is read by io_uring."""
+    kind = getattr(request, "param", "threads")
+    options = SMALL if kind == "threads" else {**SMALL, "n_ff_exp": 256}
+    path = write_tiny(tmp_path_factory.mktemp("faults") / "m.gguf", **options).path
+    with opened(path, expert_slots=2) as engine:
+        if engine.store.reader.name != kind:
+            assert kind == "io_uring" and not (uring.available() and engine.files.direct)
+            pytest.skip("this system has no io_uring, or its folder for temporary files no O_DIRECT")
+    return path
+
+
+either_reader = pytest.mark.parametrize("model", ["threads", "io_uring"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +172,66 @@ def test_errors_in_reading_threads_raise_or_change_nothing(
     assert raised > 5 and right > 5
 
 
+class FlakyRing(uring.Ring):
+    """Turns a share of all results into errors."""
+
+    share = 0.0
+    rng = random.Random(4)
+
+    def results(self) -> Iterator[tuple[int, int]]:
+        for tag, result in super().results():
+            yield tag, -5 if tag != uring.NOP and self.rng.random() < self.share else result
+
+
+@pytest.mark.parametrize("model", ["io_uring"], indirect=True)
+def test_errors_in_the_ring_raise_or_change_nothing(
+    model: Path, expected: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(files: ModelFiles, pool: memoryview, locate: Any) -> RingReader:
+        return RingReader(files, pool, locate, depth=6, make_ring=FlakyRing)
+
+    rng = random.Random(5)
+    raised = right = 0
+    with opened(model, make, expert_slots=5) as engine:
+        for _ in range(60):
+            i = rng.randrange(len(PROMPTS))
+            monkeypatch.setattr(FlakyRing, "share", rng.choice([0.0, 0.001, 0.02]))
+            try:
+                rows = run(engine, PROMPTS[i])
+            except ReadError as error:
+                raised += 1
+                assert "Input/output error" in str(error) and str(model) in str(error) and "\n" not in str(error)
+            else:
+                right += 1
+                assert_same_bits(rows, expected[i], f"prompt {i}")
+        monkeypatch.setattr(FlakyRing, "share", 0.0)
+        assert_works(engine, expected, "after the faults")
+    assert raised > 5 and right > 5
+
+
+@pytest.mark.parametrize("model", ["io_uring"], indirect=True)
+def test_without_io_uring_threads_read(
+    model: Path, expected: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(model, expert_slots=3, reader="io_uring") as engine:
+        assert engine.store.reader.name == "io_uring"
+        assert_works(engine, expected, "by name")
+    monkeypatch.setattr(uring, "_SETUP", 1 << 20)  # no such system call
+    with opened(model, expert_slots=3) as engine:
+        assert engine.store.reader.name == "threads"
+        assert_works(engine, expected, "without io_uring")
+    before = open_files(), threading.active_count()
+    with pytest.raises(InputError, match=r"gives no io_uring .*not implemented.* auto"):
+        opened(model, expert_slots=3, reader="io_uring")
+    assert (open_files(), threading.active_count()) == before
+
+
+def test_io_uring_by_name_where_it_does_not_suit(model: Path) -> None:
+    for read_rate in (None, 1 << 30):
+        with pytest.raises(InputError, match=r"whole blocks.* auto"):
+            opened(model, expert_slots=3, reader="io_uring", read_rate=read_rate)
+
+
 def test_a_failure_while_loading_leaves_nothing_open(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "ModelFiles", FlakyFiles)
     monkeypatch.setattr(FlakyFiles, "share", 1.0)
@@ -171,6 +244,7 @@ def test_a_failure_while_loading_leaves_nothing_open(model: Path, monkeypatch: p
 # --- files that change
 
 
+@either_reader
 def test_a_file_truncated_while_running(model: Path, tmp_path: Path) -> None:
     path = shutil.copy(model, tmp_path / "m.gguf")
     with opened(Path(path), expert_slots=2) as engine:
@@ -181,6 +255,7 @@ def test_a_file_truncated_while_running(model: Path, tmp_path: Path) -> None:
                 run(engine, PROMPTS[2])
 
 
+@either_reader
 def test_a_file_overwritten_while_running(model: Path, tmp_path: Path, expected: list[np.ndarray]) -> None:
     path = Path(shutil.copy(model, tmp_path / "m.gguf"))
     size = path.stat().st_size
@@ -193,6 +268,7 @@ def test_a_file_overwritten_while_running(model: Path, tmp_path: Path, expected:
             run(engine, PROMPTS[2])
 
 
+@either_reader
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps open files from being removed")
 def test_a_file_removed_while_running_is_still_read(model: Path, tmp_path: Path, expected: list[np.ndarray]) -> None:
     path = Path(shutil.copy(model, tmp_path / "m.gguf"))
@@ -273,6 +349,7 @@ def test_an_interrupt_in_a_step_leaves_the_engine_usable(
     assert struck > 30
 
 
+@either_reader
 def test_an_interrupt_while_computing(model: Path, expected: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(model, expert_slots=3) as engine:
         backend = engine._stepper.backend
@@ -329,6 +406,7 @@ def open_files() -> int:
     return len(list(place.iterdir())) if place.exists() else 0
 
 
+@either_reader
 def test_nothing_is_left_after_many_engines(model: Path) -> None:
     gc.collect()
     files, threads = open_files(), set(threading.enumerate())
@@ -341,6 +419,7 @@ def test_nothing_is_left_after_many_engines(model: Path) -> None:
         assert open_files() == files and set(threading.enumerate()) == threads
 
 
+@either_reader
 def test_a_forgotten_engine_is_closed(model: Path) -> None:
     gc.collect()
     files, threads = open_files(), set(threading.enumerate())
@@ -382,10 +461,12 @@ def outcome(script: str, model: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@either_reader
 def test_a_process_ends_with_an_engine_open(model: Path) -> None:
     assert outcome(OPEN_AND_END, model) == (0, "True\n")
 
 
+@either_reader
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_can_not_use_its_parents_engine(model: Path) -> None:
     assert outcome(FORK, model) == (0, "2\n")
@@ -479,6 +560,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@either_reader
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to see the process's memory")
 def test_memory_is_flat_over_many_sessions(model: Path) -> None:
     rng = np.random.default_rng(8)

@@ -117,12 +117,14 @@ def bench(
         return 0
     path = resolve_model(model)
     with deferred() as stop, open_engine(path, config, stop) as opened:
-        result = measure(opened, plan, stop)
+        result, reader = measure(opened, plan, stop), opened.store.reader.name
     if json:
         emit(result)
     else:
         _show_repeats(result)
-    note(f"mode {result['mode']['routing']}, kv {result['mode']['kv']}, policy {config.policy}, seed {params.seed}")
+    from sluice.engine.report import mode_text
+
+    note(f"mode {mode_text(result['mode'])}, policy {config.policy}, read by {reader}, seed {params.seed}")
     return 0
 
 

@@ -102,11 +102,14 @@ def _disk(path: Path, is_model: bool, library: Library) -> dict[str, Any]:
     """What the disk under `path` does. Raises ModelFileError for a file that is no model Sluice runs."""
     from sluice.gguf import open_gguf
     from sluice.io.files import ModelFiles
+    from sluice.io.pool_reader import PoolReader
     from sluice.io.probe import measure_read
+    from sluice.io.ring_reader import RingReader
+    from sluice.io.uring import available
     from sluice.models import family_of
     from sluice.store import expert_layout
 
-    paths, n_bytes, number = (path,), PROBE_READ_BYTES, 0
+    paths, n_bytes, number, in_place = (path,), PROBE_READ_BYTES, 0, True
     if is_model or path.suffix == ".gguf":
         file = open_gguf(path, library)
         spec = family_of(file).read_spec(file)
@@ -114,7 +117,7 @@ def _disk(path: Path, is_model: bool, library: Library) -> dict[str, Any]:
         with ModelFiles(paths) as files:
             layout = expert_layout(file, spec.moe_layers, [files[i].block for i in range(len(files))])
         run = layout.runs[spec.moe_layers[0]][0]
-        n_bytes, number = run.n_bytes, run.file
+        n_bytes, number, in_place = run.n_bytes, run.file, layout.in_place
     with ModelFiles(paths) as files, progress_bar("measuring the disk") as progress:
         measured = {}
         for i, depth in enumerate(DEPTHS):
@@ -129,6 +132,7 @@ def _disk(path: Path, is_model: bool, library: Library) -> dict[str, Any]:
             "bytes_per_s": measured,  # by depth
             "mode": opened.mode,
             "block_bytes": opened.block,
+            "reader": (RingReader if files.direct and in_place and available() else PoolReader).name,
             "read_ahead_kb": read_ahead_kb(opened.path),
         }
 
@@ -179,11 +183,12 @@ def _show(report: dict[str, Any]) -> None:
     if disk is not None:
         speeds = ", ".join(f"{rate / 1e6:,.0f} MB/s at depth {depth}" for depth, rate in disk["bytes_per_s"].items())
         how = {"direct": "past the page cache (O_DIRECT)", "nocache": "past the page cache (F_NOCACHE)"}
+        past = how.get(disk["mode"], "through the page cache")
         ahead = "unknown" if disk["read_ahead_kb"] is None else f"{disk['read_ahead_kb']} KB (not used by Sluice)"
         facts += [
             ("disk", f"{disk['path']} on {disk['file_system'] or 'an unknown file system'}"),
             ("reading", f"{speeds}, {format_size(disk['read_bytes'])} at a time"),
-            ("reads go", f"{how.get(disk['mode'], 'through the page cache')}, blocks of {disk['block_bytes']} bytes"),
+            ("reads go", f"{past}, blocks of {disk['block_bytes']} bytes, by {disk['reader']}"),
             ("read-ahead", ahead),
         ]
     print_facts([*facts, *(("warning", text) for text in report["warnings"])])

@@ -74,6 +74,7 @@ def model_facts(engine: Engine) -> dict[str, Any]:
     kv = {
         name: kv_bytes(spec, engine.library, (KV_TYPES[name], KV_TYPES[name]), rows, 1) // rows
         for name in KV_TYPE_NAMES
+        if not any(dim % engine.library.ggml_blck_size(KV_TYPES[name]) for dim in (spec.head_dim, spec.head_dim_v))
     }
     return {
         "path": str(file.paths[0]),

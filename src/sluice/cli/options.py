@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from sluice.config import KV_TYPE_NAMES, EngineConfig, parse_size
+from sluice.config import KV_TYPE_NAMES, READERS, EngineConfig, parse_size
 from sluice.errors import InputError
 from sluice.experts.policies import POLICIES
 
@@ -54,6 +54,10 @@ class EngineOptions:
     routing: Annotated[
         str, _option(_MEMORY, "--routing", metavar="MODE", help="exact, the only mode so far: the model's own routes.")
     ] = "exact"
+    top_k_experts: Annotated[
+        int | None,
+        _option(_MEMORY, "--top-k-experts", metavar="N", help="Lossy: N experts a token, not the model's own number."),
+    ] = None
     no_prefetch: Annotated[
         bool, _option(_MEMORY, "--no-prefetch", help="Do not read experts ahead of their demand. Same output.")
     ] = False
@@ -68,6 +72,10 @@ class EngineOptions:
     io_threads: Annotated[
         int, _option(_MEMORY, "--io-threads", metavar="N", help="Threads that read experts. Default 4.")
     ] = 4
+    reader: Annotated[
+        str,
+        _option(_MEMORY, "--reader", metavar="NAME", help=f"What reads experts: {', '.join(READERS)}."),
+    ] = "auto"
     ggml: Annotated[
         str | None, _option(_MEMORY, "--ggml", metavar="PATH", help="A folder with other ggml libraries.")
     ] = None
@@ -86,8 +94,10 @@ class EngineOptions:
             kv=self.kv,
             policy=default_policy if self.policy is None else self.policy,
             routing=self.routing,
+            top_k_experts=self.top_k_experts,
             prefetch=not self.no_prefetch,
             io_threads=self.io_threads,
+            reader=self.reader,
             ggml=None if self.ggml is None else Path(self.ggml),
             **more,
         )

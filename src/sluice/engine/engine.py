@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -31,9 +32,12 @@ from sluice.gguf import GgufFile, open_gguf
 from sluice.io.files import ModelFiles
 from sluice.io.fixed_rate import FixedRateFiles
 from sluice.io.pool_reader import PoolReader
+from sluice.io.reader import Reader
+from sluice.io.ring_reader import RingReader
 from sluice.models import family_of
 from sluice.models.kv_cache import KV_TYPES, KVCache, kv_bytes
 from sluice.models.recurrent import RecurrentState, recurrent_bytes
+from sluice.models.spec import ModelSpec
 from sluice.store import ExpertStore, ReaderFactory, expert_layout
 from sluice.text.chat import render_chat
 from sluice.text.sampling import SamplingParams
@@ -41,6 +45,7 @@ from sluice.text.tokenizer import Tokenizer
 
 DEFAULT_CTX = 4096
 PREFETCH_FLOORS = 1.5  # with fewer slots than this times one step's demand, only the cyclic policy prefetches
+RING_DEPTH = 2  # reads that io_uring keeps running for each thread that would read instead
 OUTPUT_ROWS = 16  # logits rows in the workspace, at least one a stream
 
 
@@ -48,7 +53,8 @@ class Engine:
     """A model, open and ready; a context manager, used by one thread at a time.
 
     `plan` says how the memory was divided, `spec` what the model is, `mode` every knob that can change the output,
-    `prefetching` whether reads are issued ahead (off near the floor, where it would lose).
+    `prefetching` whether reads are issued ahead (off near the floor, where it would lose), `free_streams` which streams
+    no session has.
     With `plan_only`, opening ends there: no tensor is read, no pool made, and the engine is closed at once.
     """
 
@@ -66,7 +72,7 @@ class Engine:
         # an engine that nobody closed ends with its last reference, or with the process
         weakref.finalize(self, _close, self._stack, self._owner)
         try:
-            self._open(path, progress, make_reader or self._pool_reader)
+            self._open(path, progress, make_reader or self._make_reader)
         except BaseException:
             self.close()
             raise
@@ -100,7 +106,9 @@ class Engine:
         self.library: Library = load_library(config.ggml)
         self.file: GgufFile = open_gguf(path, self.library)
         family_type = family_of(self.file)
-        self.spec = spec = family_type.read_spec(self.file)
+        own = family_type.read_spec(self.file)
+        self.spec = spec = own if config.top_k_experts is None else _with_top_k(own, config.top_k_experts)
+        self.own_top_k = own.top_k
         self.tokenizer = Tokenizer.from_metadata(self.file.metadata)
         if self.tokenizer.n_vocab > spec.n_vocab:
             raise ModelFileError(
@@ -123,7 +131,8 @@ class Engine:
             self.files: ModelFiles = enter(FixedRateFiles(self.file.paths, config.read_rate))
         else:
             self.files = enter(ModelFiles(self.file.paths))
-        layout = expert_layout(self.file, spec.moe_layers, [self.files[i].block for i in range(len(self.files))])
+        blocks = [self.files[i].block for i in range(len(self.files))]
+        self._layout = layout = expert_layout(self.file, spec.moe_layers, blocks)
         process = rss_bytes()
         backend = enter(Backend(self.library, self.threads))
         weights = enter(DenseWeights(self.library, dense_tensors(self.file, spec)))
@@ -174,10 +183,23 @@ class Engine:
             spec, segments, pairs, workspace, self.store, backend, prefetch=self.prefetching, overlap=config.overlap
         )
         self.ledger = {"prefill": PhaseLedger(), "decode": PhaseLedger()}
-        self._streams = list(range(config.streams - 1, -1, -1))
+        self.free_streams = list(range(config.streams - 1, -1, -1))
 
-    def _pool_reader(self, files: ModelFiles, pool: memoryview, locate: Callable[..., Any]) -> PoolReader:
-        return PoolReader(files, pool, locate, threads=self.config.io_threads)
+    def _make_reader(self, files: ModelFiles, pool: memoryview, locate: Callable[..., Any]) -> Reader:
+        """io_uring where the system has it and every read lands in place, threads elsewhere."""
+        threads, how = self.config.io_threads, self.config.reader
+        suits = files.direct and self._layout.in_place and self.config.read_rate is None
+        if how == "io_uring" and not suits:
+            raise InputError(
+                "reader io_uring needs O_DIRECT, experts of whole blocks, and no emulated disk: leave it at auto"
+            )
+        if how != "threads" and suits:
+            try:
+                return RingReader(files, pool, locate, depth=RING_DEPTH * threads)
+            except OSError as error:
+                if how == "io_uring":
+                    raise InputError(f"this system gives no io_uring ({error}): leave the reader at auto") from error
+        return PoolReader(files, pool, locate, threads=threads)
 
     # --- life
 
@@ -203,20 +225,16 @@ class Engine:
     def session(self) -> Session:
         """Take a free stream. Raises InputError when all are taken."""
         self._check_open()
-        if not self._streams:
+        if not self.free_streams:
             raise InputError(f"all {self.config.streams} streams are in use: open the engine with more streams")
-        return Session(self, self._streams.pop())
-
-    def release_session(self, session: Session) -> None:
-        """Called by Session.close()."""
-        if session.stream >= 0:
-            self._streams.append(session.stream)
-            session.stream = -1
+        return Session(self, self.free_streams.pop())
 
     # --- steps
 
     def _step(self, phase: str, parts: Sequence[tuple[Session, Sequence[int]]], outputs: Sequence[int]) -> np.ndarray:
         self._check_open()
+        if not parts:
+            raise InputError("a step takes at least one session")
         if any(session.engine is not self for session, _ in parts):
             raise InputError("a step takes its own engine's sessions: one of these is another's")
         if any(session.broken for session, _ in parts):
@@ -361,6 +379,7 @@ class Engine:
             "kv": f"{k},{v}",
             "threads": self.threads,
             "top_k_experts": self.spec.top_k,
+            "top_k_experts_of_model": self.own_top_k,
             "ggml": self.library.version,
         }
 
@@ -368,6 +387,13 @@ class Engine:
         """The ledger since open: {"prefill": {...}, "decode": {...}}."""
         rss, cached = rss_bytes(), page_cache_bytes()
         return {name: phase.as_dict(resident_bytes=rss, page_cache_bytes=cached) for name, phase in self.ledger.items()}
+
+
+def _with_top_k(spec: ModelSpec, n: int) -> ModelSpec:
+    """`spec` with `n` experts a token and layer instead of the model's own number. Raises InputError."""
+    if n > spec.most_top_k:
+        raise InputError(f"--top-k-experts {n}: a token can choose from {spec.most_top_k} experts, give 1 to that")
+    return replace(spec, top_k=n)
 
 
 def _close(stack: ExitStack, owner: int) -> None:

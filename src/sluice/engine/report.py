@@ -109,10 +109,17 @@ def wait_share(phase: Mapping[str, Any]) -> float | None:
     return phase["wait_s"] / phase["wall_s"] if phase["wall_s"] else None
 
 
+def mode_text(mode: Mapping[str, Any]) -> str:
+    """How routes and context were kept, in words; what is not the model's own is called lossy."""
+    n, own = mode["top_k_experts"], mode["top_k_experts_of_model"]
+    lossy = "" if n == own else f"lossy, {n} expert{'s' * (n > 1)} a token instead of the model's {own}: "
+    return f"{lossy}{mode['routing']}, kv {mode['kv']}"
+
+
 def summary(result: Mapping[str, Any], *, random_seed: bool) -> str:
     """The line printed after a run: what mode it ran in, how fast, and what held it back."""
     mode, decode = result["mode"], result["ledger"]["decode"]
-    parts = [f"{mode['routing']}, kv {mode['kv']}"]
+    parts = [mode_text(mode)]
     if result["ttft_s"] is not None:
         speed = _text(result["prefill_tok_per_s"], "{:.1f}")
         parts.append(f"first token {result['ttft_s']:.2f} s (prefill {speed} tok/s)")

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from sluice.engine.pairs import PAIR_TENSORS, PairGraphs
-from sluice.engine.workspace import LOOKAHEAD, Workspace, columns, elements
+from sluice.engine.workspace import LOOKAHEAD, Workspace, columns, elements, near_reach
 from sluice.ggml import Context, Graph, GraphAllocator, Tensor
 from sluice.models.blocks import AttentionInputs, Family, Reach, Segment, weighted_sum
 from sluice.models.kv_cache import KVCache, padded
@@ -20,6 +20,8 @@ from sluice.models.spec import ModelSpec
 
 KEPT_SHAPES = 4  # batch shapes whose graphs are kept for reuse
 SHARED_TENSORS = 24  # more than a graph of shared experts has
+# More than a layer has, and more than it has beside these of each stream, without states and with them
+LAYER_TENSORS, STREAM_TENSORS, STATE_TENSORS = 64, 32, 64
 
 
 class Columns(NamedTuple):
@@ -169,7 +171,8 @@ class SegmentGraphs:
         last = i == len(moe)
         first_layer = moe[i - 1] + 1 if i else 0
         layers = range(first_layer, spec.n_layers if last else moe[i] + 1)
-        n_tensors = 96 + (64 + 32 * len(shape.columns)) * max(1, len(layers)) + 2 * spec.top_k
+        each = LAYER_TENSORS + (STATE_TENSORS if spec.recurrent else STREAM_TENSORS) * len(shape.columns)
+        n_tensors = 160 + each * max(1, len(layers)) + 2 * spec.top_k
         c = Context(self.library, n_tensors + PAIR_TENSORS * bool(n_pairs) + SHARED_TENSORS, n_graphs=1)
         try:
             graph = c.graph()
@@ -275,10 +278,9 @@ class SegmentGraphs:
     def reserve(self, n_tokens: int, n_ctx: int, n_streams: int) -> None:
         """Make the allocator large enough for every graph of up to `n_tokens` prompt tokens or `n_streams` streams."""
         n_kv = padded(n_ctx)
-        shapes = [BatchShape((Columns(0, n_tokens, n_kv),), 1)]
-        shapes.append(BatchShape(tuple(Columns(s, 1, n_kv) for s in range(n_streams)), n_streams))
-        shapes.append(BatchShape(tuple(Columns(s, n_tokens // n_streams, n_kv) for s in range(n_streams)), n_streams))
-        for shape in shapes:
+        for streams, n in ((1, n_tokens), (n_streams, 1), (n_streams, n_tokens // n_streams)):
+            near = n_kv - near_reach(self.spec, n, n_ctx) if self.spec.window else 0
+            shape = BatchShape(tuple(Columns(s, n, n_kv, near) for s in range(streams)), streams)
             for i in range(len(self.spec.moe_layers) + 1):
                 context, graph = self._segment(shape, i)
                 with context:

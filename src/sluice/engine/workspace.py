@@ -50,9 +50,13 @@ def _shapes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_output
     if spec.expert_biases:
         shapes["pair_experts"] = (i32, n_pairs)
     if spec.window:
-        reach = min(padded(n_ctx), padded(spec.window + n_tokens) + KV_PADDING)
-        shapes["near_mask"] = (GgmlType.F16, reach * max(n_tokens, n_streams))
+        shapes["near_mask"] = (GgmlType.F16, near_reach(spec, n_tokens, n_ctx) * max(n_tokens, n_streams))
     return shapes
+
+
+def near_reach(spec: ModelSpec, n: int, n_ctx: int) -> int:
+    """The most positions that attention with a window spans for `n` consecutive tokens, begun and ended at paddings."""
+    return min(padded(n_ctx), padded(spec.window + n) + KV_PADDING)
 
 
 def workspace_bytes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int) -> int:

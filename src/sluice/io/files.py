@@ -104,11 +104,7 @@ class ModelFiles:
             if got < len(view):
                 got = self._read_rest(file, offset, view, got)
         except OSError as error:
-            name = errno.errorcode.get(error.errno or 0, "?")
-            raise ReadError(
-                f"{f.path}: reading {len(view)} bytes at offset {offset} failed: {error.strerror or error} "
-                f"(errno {error.errno}, {name}){_because(f)}; check the disk and the file, then start again"
-            ) from error
+            raise self.failed(file, offset, len(view), error) from error
         if f.block == 1:
             _drop_cache(f.fd, offset, got)
         return got
@@ -135,6 +131,15 @@ class ModelFiles:
             done += n
             fetched += got
         return fetched
+
+    def failed(self, file: int, offset: int, n_bytes: int, error: OSError) -> ReadError:
+        """The error for a read that the system refused."""
+        f = self._files[file]
+        name = errno.errorcode.get(error.errno or 0, "?")
+        return ReadError(
+            f"{f.path}: reading {n_bytes} bytes at offset {offset} failed: {error.strerror or error} "
+            f"(errno {error.errno}, {name}){_because(f)}; check the disk and the file, then start again"
+        )
 
     def short(self, file: int, offset: int, expected: int, got: int) -> ReadError:
         """The error for a range that the file doesn't hold in full."""

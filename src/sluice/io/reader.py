@@ -34,6 +34,11 @@ class Reader(Protocol):
     Once it has ended, its slot is not written again; until then it may be at any time.
     """
 
+    @property
+    def name(self) -> str:
+        """By what means it reads."""
+        ...
+
     def submit(self, read: Read) -> None:
         """Queue a read. Raises EngineClosed after close()."""
         ...
