@@ -37,6 +37,23 @@ def llamacpp_logits(
     return _ask("llamacpp_logits", str(path), list(map(int, ids)), kv, flash, threads, chunk)
 
 
+def llamacpp_together(
+    path: Path, prompts: Sequence[tuple[Sequence[int], Sequence[int]]], *, kv: str = "f32", chunk: int = 512
+) -> list[np.ndarray]:
+    """llama.cpp's logits for several sequences in one context: of each, [n_ids + n_forced, n_vocab].
+
+    A prompt is (ids, forced). The ids of all go in together; the forced tokens follow in steps of one for each
+    sequence that has any left.
+    """
+    whole = [(list(map(int, ids)), list(map(int, forced))) for ids, forced in prompts]
+    return _ask("llamacpp_together", str(path), whole, kv, chunk)
+
+
+def llamacpp_each(paths: Sequence[Path], ids: Iterable[int], *, kv: str = "f32", chunk: int = 512) -> list[np.ndarray]:
+    """`llamacpp_logits` of several files, in one process."""
+    return _ask("llamacpp_each", [str(path) for path in paths], list(map(int, ids)), kv, chunk)
+
+
 def llamacpp_logprobs(
     path: Path, ids: Iterable[int], *, n_probs: int = 20, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -66,6 +83,17 @@ def llamacpp_detokenize(path: Path, ids: Iterable[int]) -> str:
 def transformers_logits(config: Any, weights: Mapping[str, np.ndarray], ids: Iterable[int]) -> np.ndarray:
     """transformers' float32 logits [n_ids, n_vocab] of a `tiny.TinyConfig` with float32 weights by their GGUF names."""
     return _ask("transformers_logits", vars(config), dict(weights), list(map(int, ids)))
+
+
+def transformers_causal(
+    model: str, config: Mapping[str, Any], state: Mapping[str, np.ndarray], ids: Iterable[int]
+) -> np.ndarray:
+    """transformers' float32 logits [n_ids, n_vocab] of its class `model`, such as "OlmoeForCausalLM".
+
+    `config` are the arguments of the class's configuration; `state` has every weight by transformers' names, none left
+    out and none too many. Attention and experts are the plain ("eager") ones.
+    """
+    return _ask("transformers_causal", model, dict(config), dict(state), list(map(int, ids)))
 
 
 def top_logprobs(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -191,9 +219,10 @@ class _LlamaCpp:
         self.vocab = lib.llama_model_get_vocab(self.model)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
 
-    def start(self, n_ctx: int, kv: str, flash: str, threads: int, chunk: int) -> None:
-        """Makes a context of `n_ctx` positions and an empty KV cache."""
-        self.n_past, self.n_batch = 0, min(n_ctx, 2048)
+    def start(self, n_ctx: int, kv: str, flash: str, threads: int, chunk: int, n_seqs: int = 1) -> None:
+        """Makes a context of `n_seqs` sequences of `n_ctx` positions, all empty."""
+        n_ctx *= n_seqs
+        self.n_past, self.n_batch = [0] * n_seqs, min(n_ctx, 2048)
         params = _params(
             self.lib,
             "llama_context_default_params",
@@ -201,6 +230,7 @@ class _LlamaCpp:
             n_ctx=n_ctx,
             n_batch=self.n_batch,
             n_ubatch=chunk,
+            n_seq_max=n_seqs,
             n_outputs_max_per_seq=0,
             n_threads=threads,
             n_threads_batch=threads,
@@ -213,30 +243,51 @@ class _LlamaCpp:
             raise RuntimeError("llama.cpp does not make a context")
         self.batch = self.lib.llama_batch_init(self.n_batch, 0, 1)
 
+    def step(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[np.ndarray]:
+        """Appends ids to sequences, all in one batch: of each part (sequence, ids), the logits [n_ids, n_vocab]."""
+        batch, n = self.batch, 0
+        for sequence, ids in parts:
+            for token in ids:
+                if n == self.n_batch:
+                    raise RuntimeError(f"a step takes {self.n_batch} tokens at most")
+                batch.token[n], batch.pos[n] = token, self.n_past[sequence]
+                batch.n_seq_id[n], batch.seq_id[n][0], batch.logits[n] = 1, sequence, 1
+                self.n_past[sequence] += 1
+                n += 1
+        batch.n_tokens = n
+        status = self.lib.llama_decode(self.context, batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode: {status}")
+        logits = np.empty((n, self.n_vocab), np.float32)
+        for i in range(n):
+            logits[i] = np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, i), (self.n_vocab,))
+        return np.split(logits, np.cumsum([len(ids) for _, ids in parts])[:-1])
+
     def decode(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends `ids` to the sequence and returns the logits after each: [n_ids, n_vocab]."""
-        logits = np.empty((len(ids), self.n_vocab), np.float32)
-        for begin in range(0, len(ids), self.n_batch):
-            part = ids[begin : begin + self.n_batch]
-            batch = self.batch
-            batch.n_tokens = len(part)
-            for i, token in enumerate(part):
-                batch.token[i], batch.pos[i] = token, self.n_past + i
-                batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, 1
-            status = self.lib.llama_decode(self.context, batch)
-            if status != 0:
-                raise RuntimeError(f"llama_decode: {status}")
-            for i in range(len(part)):
-                row = self.lib.llama_get_logits_ith(self.context, i)
-                logits[begin + i] = np.ctypeslib.as_array(row, (self.n_vocab,))
-            self.n_past += len(part)
-        return logits
+        """Appends `ids` to the first sequence and returns the logits after each: [n_ids, n_vocab]."""
+        pieces = [ids[begin : begin + self.n_batch] for begin in range(0, len(ids), self.n_batch)]
+        return np.concatenate([self.step([(0, piece)])[0] for piece in pieces])
 
 
 def _answer_logits(path: str, ids: list[int], kv: str, flash: str, threads: int, chunk: int) -> np.ndarray:
     llama = _LlamaCpp(path)
     llama.start(len(ids), kv, flash, threads, chunk)
     return llama.decode(ids)
+
+
+def _answer_each(paths: list[str], ids: list[int], kv: str, chunk: int) -> list[np.ndarray]:
+    return [_answer_logits(path, ids, kv, "off", 1, chunk) for path in paths]
+
+
+def _answer_together(path: str, prompts: list[tuple[list[int], list[int]]], kv: str, chunk: int) -> list[np.ndarray]:
+    llama = _LlamaCpp(path)
+    llama.start(max(len(ids) + len(forced) for ids, forced in prompts), kv, "off", 1, chunk, len(prompts))
+    rows = [[logits] for logits in llama.step([(i, ids) for i, (ids, _) in enumerate(prompts)])]
+    for at in range(max(len(forced) for _, forced in prompts)):
+        parts = [(i, forced[at : at + 1]) for i, (_, forced) in enumerate(prompts) if at < len(forced)]
+        for (i, _), logits in zip(parts, llama.step(parts), strict=True):
+            rows[i].append(logits)
+    return [np.concatenate(each) for each in rows]
 
 
 def _answer_greedy(path: str, ids: list[int], n: int, kv: str, flash: str, threads: int) -> list[int]:
@@ -372,12 +423,32 @@ def _answer_transformers(config: dict[str, Any], weights: dict[str, np.ndarray],
         return model.eval()(torch.tensor([ids])).logits[0].float().numpy()
 
 
+def _answer_causal(name: str, config: dict[str, Any], state: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    kind = getattr(transformers, name)
+    settings = {"attn_implementation": "eager", "experts_implementation": "eager", **config}
+    model = kind(kind.config_class(**settings))
+    weights = {key: torch.from_numpy(np.array(w, np.float32)) for key, w in state.items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    if unexpected or set(missing) - tied:
+        raise RuntimeError(f"{name}: missing {sorted(set(missing) - tied)}, unknown {sorted(unexpected)}")
+    with torch.inference_mode():
+        return model.eval()(torch.tensor([ids])).logits[0].float().numpy()
+
+
 ANSWERS: dict[str, Callable[..., Any]] = {
     "llamacpp_logits": _answer_logits,
+    "llamacpp_together": _answer_together,
+    "llamacpp_each": _answer_each,
     "llamacpp_greedy": _answer_greedy,
     "llamacpp_tokenize": _answer_tokenize,
     "llamacpp_detokenize": _answer_detokenize,
     "transformers_logits": _answer_transformers,
+    "transformers_causal": _answer_causal,
 }
 
 if __name__ == "__main__":

@@ -63,11 +63,10 @@ class TinyConfig:
 
 
 @dataclass(frozen=True)
-class TinyModel:
-    """A written file: its shards in order, its configuration, and the stored form of every tensor."""
+class StoredModel:
+    """A written file: its shards in order, and the stored form of every tensor."""
 
     paths: tuple[Path, ...]
-    config: TinyConfig
     stored: dict[str, tuple[np.ndarray, T]]
 
     @property
@@ -79,6 +78,13 @@ class TinyModel:
     def weights(self) -> dict[str, np.ndarray]:
         """Every tensor as the file holds it, in float32, shaped [..., rows, columns]; a column is contiguous."""
         return {name: gguf.quants.dequantize(raw, t).astype(np.float32) for name, (raw, t) in self.stored.items()}
+
+
+@dataclass(frozen=True)
+class TinyModel(StoredModel):
+    """A file of `write_tiny`, with its configuration."""
+
+    config: TinyConfig
 
 
 @cache
@@ -202,7 +208,6 @@ def write_tiny(
     """
     assert arch in ("qwen3moe", "llama")
     rng = np.random.default_rng(seed)
-    tokens, kinds, merges = vocabulary(n_vocab)
     config = TinyConfig(
         arch=arch,
         n_layers=n_layers,
@@ -215,7 +220,7 @@ def write_tiny(
         n_ff_dense=2 * n_ff_exp if arch == "qwen3moe" else n_ff_exp,
         n_expert=n_expert,
         top_k=top_k,
-        n_vocab=len(tokens),
+        n_vocab=len(vocabulary(n_vocab)[0]),
         n_ctx=n_ctx,
         rope_base=10000.0,
         rms_eps=1e-6 if arch == "qwen3moe" else 1e-5,
@@ -275,9 +280,15 @@ def write_tiny(
     per_shard = -(-len(names) // (split - empty_first_shard)) if split > 1 else 0
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_shard, small_first_shard=empty_first_shard)
     _metadata(writer, config, alignment, rope_scaling)
-    _tokenizer(writer, tokens, kinds, merges, pre, chat_template)
-    for name in names:
-        raw, t = stored[name]
+    add_tokenizer(writer, n_vocab, pre, chat_template)
+    return TinyModel(write_tensors(writer, path, {name: stored[name] for name in names}, split), stored, config)
+
+
+def write_tensors(
+    writer: gguf.GGUFWriter, path: Path, stored: Mapping[str, tuple[np.ndarray, T]], split: int
+) -> tuple[Path, ...]:
+    """Finishes a file with its tensors in the order given; the paths of its `split` shards."""
+    for name, (raw, t) in stored.items():
         writer.add_tensor(name, raw, raw_dtype=t)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -285,8 +296,8 @@ def write_tiny(
     writer.close()
     shard_name = f"{path.with_suffix('')}-{{:05d}}-of-{split:05d}.gguf"
     paths = (path,) if split == 1 else tuple(Path(shard_name.format(i + 1)) for i in range(split))
-    assert all(p.exists() for p in paths), f"{len(names)} tensors don't fill {split} shards evenly"
-    return TinyModel(paths, config, stored)
+    assert all(p.exists() for p in paths), f"{len(stored)} tensors don't fill {split} shards evenly"
+    return paths
 
 
 def _metadata(
@@ -317,14 +328,9 @@ def _metadata(
             writer.add_rope_scaling_orig_ctx_len(rope_scaling["original_context_length"])
 
 
-def _tokenizer(
-    writer: gguf.GGUFWriter,
-    tokens: list[str],
-    kinds: list[int],
-    merges: list[str],
-    pre: str,
-    chat_template: str | None,
-) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, n_vocab: int | None, pre: str, chat_template: str | None) -> None:
+    """Adds the metadata of `vocabulary(n_vocab)`'s tokenizer."""
+    tokens, kinds, merges = vocabulary(n_vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)

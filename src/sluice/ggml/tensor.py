@@ -178,21 +178,31 @@ class Context:
         _need(_count(a) == _count(b), f"can't copy {a!r} into {b!r}")
         return self._new(self.library.ggml_cpy(self._ptr, a.ptr, b.ptr), b.type, b.shape, b.strides)
 
+    def repeat(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a` (F32) as often as it fits into the shape of `b`, whose numbers don't matter."""
+        fits = all(m % n == 0 for m, n in zip(b.shape, a.shape, strict=True))
+        _need(fits and a.type == GgmlType.F32 and a.whole_rows, f"can't repeat {a!r} to the shape of {b!r}")
+        return self._new(self.library.ggml_repeat(self._ptr, a.ptr, b.ptr), a.type, b.shape)
+
     # --- rows
 
     def get_rows(self, a: Tensor, ids: Tensor) -> Tensor:
-        """Rows `ids` ([n] or [n, m], I32) of `a` as F32; with `ids` [n, m], row set j comes from plane j of `a`."""
+        """Rows `ids` ([n], [n, m] or [n, m, l], I32) of `a` as F32; row set j comes from plane j of `a`, and so on."""
         _need(
-            ids.type == GgmlType.I32 and a.shape[2] == ids.shape[1] and ids.shape[3] == 1,
+            ids.type == GgmlType.I32 and a.shape[2:] == ids.shape[1:3] and ids.shape[3] == 1,
             f"can't take rows {ids!r} of {a!r}",
         )
         type = GgmlType.I32 if a.type == GgmlType.I32 else GgmlType.F32
         return self._new(self.library.ggml_get_rows(self._ptr, a.ptr, ids.ptr), type, (a.shape[0], *ids.shape[:3]))
 
     def set_rows(self, a: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """Write `rows` (F32) to the rows `ids` (I64) of `a`, converting to its type; a view of `a`."""
+        """Write `rows` (F32) to the rows `ids` (I64 or I32) of `a`, converting to its type; a view of `a`.
+
+        With `ids` [n, m], row set j goes to plane j of `a`; with `ids` [n], each to the same rows of every plane."""
         fits = a.shape[0] == rows.shape[0] and a.shape[2:] == rows.shape[2:] and rows.shape[1] == ids.shape[0]
-        _need(fits and rows.type == GgmlType.F32 and ids.type == GgmlType.I64, f"can't write {rows!r} to rows of {a!r}")
+        fits = fits and rows.shape[2] % ids.shape[1] == 0 and rows.shape[3] % ids.shape[2] == 0 and ids.shape[3] == 1
+        types = rows.type == GgmlType.F32 and ids.type in (GgmlType.I32, GgmlType.I64)
+        _need(fits and types and a.whole_rows and rows.whole_rows, f"can't write {rows!r} to rows {ids!r} of {a!r}")
         return self._new(self.library.ggml_set_rows(self._ptr, a.ptr, rows.ptr, ids.ptr), a.type, a.shape, a.strides)
 
     # --- arithmetic
@@ -219,6 +229,11 @@ class Context:
         """In place, as ggml's clamp is."""
         _need(a.type == GgmlType.F32, f"clamp needs F32, not {a!r}")
         return self._new(self.library.ggml_clamp(self._ptr, a.ptr, low, high), a.type, a.shape, a.strides)
+
+    def fill(self, a: Tensor, value: float) -> Tensor:
+        """A tensor of the shape of `a` that holds `value` everywhere."""
+        _need(a.type == GgmlType.F32 and a.contiguous, f"fill needs contiguous F32, not {a!r}")
+        return self._new(self.library.ggml_fill(self._ptr, a.ptr, value), a.type, a.shape)
 
     def sum_rows(self, a: Tensor) -> Tensor:
         _need(a.type == GgmlType.F32 and a.whole_rows, f"sum_rows needs F32, not {a!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,6 +64,7 @@ class Family(ABC):
 
     architecture: ClassVar[str]
     ffn_norm: ClassVar[str] = "ffn_norm"  # the norm before router and experts
+    output_norm: ClassVar[str] = "output_norm"
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
         self.spec = spec
@@ -77,11 +78,13 @@ class Family(ABC):
     def embed(self, c: Context, tokens: Tensor) -> Tensor:
         return c.get_rows(self.weights["token_embd.weight"], tokens)
 
-    @abstractmethod
+    # What follows is the same in most families: one norm before attention and one before routing, SwiGLU, an output
+    # norm and head.
+
     def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """`x` plus the layer's attention."""
-
-    # What follows is the same in most families: one norm before routing, SwiGLU, an output norm and head.
+        h = norm(c, x, self.weights[f"blk.{layer}.attn_norm.weight"], self.spec.rms_eps)
+        return c.add(x, grouped_attention(c, self.spec, self.weights, layer, h, inputs))
 
     def expert_input(self, c: Context, layer: int, x: Tensor) -> Tensor:
         """What the layer's router and experts (or its dense network) read: `x` after their norm."""
@@ -93,17 +96,32 @@ class Family(ABC):
         return linear(c, normed, self.weights[b + "weight"], self.weights.get(b + "bias"))
 
     def select(self, c: Context, layer: int, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores [n_expert, n_tokens] that routing weights are taken from, and the `k` chosen ids, best first."""
+        """Scores [n_expert, n_tokens] that routing weights are taken from, and the `k` chosen ids, best first.
+
+        The layer's `exp_probs_b.bias`, where the file has one, moves the choice and not the weights. A pure function of
+        layer and logits: prefetching asks it about layers ahead.
+        """
         scores = {"softmax": c.soft_max, "sigmoid": c.sigmoid, "chosen": lambda a: a}[self.spec.gating](logits)
-        return scores, c.top_k(scores, k)
+        bias = self.weights.get(f"blk.{layer}.exp_probs_b.bias")
+        wanted = scores if bias is None else c.add(scores, bias)
+        if self.spec.n_groups > 1:
+            wanted = within_groups(c, wanted, self.spec.n_groups, self.spec.n_groups_used)
+        return scores, c.top_k(wanted, k)
 
     def routing_weights(self, c: Context, scores: Tensor, ids: Tensor) -> Tensor:
         """Weights [1, k, n_tokens] of the chosen `ids` [k, n_tokens]."""
         return chosen_weights(c, self.spec, scores, ids)
 
     def shared(self, c: Context, layer: int, normed: Tensor) -> Tensor:
-        """What the layer's shared experts add [n_embd, n_tokens]; called where the spec has some (`n_ff_shared`)."""
-        return swiglu_ffn(c, self.weights, f"blk.{layer}.ffn_{{}}_shexp.weight", normed)
+        """What the layer's shared experts add [n_embd, n_tokens]; called where the spec has some (`n_ff_shared`).
+
+        They stand behind a sigmoid gate, one number a token, where the layer has one.
+        """
+        out = swiglu_ffn(c, self.weights, f"blk.{layer}.ffn_{{}}_shexp.weight", normed)
+        gate = self.weights.get(f"blk.{layer}.ffn_gate_inp_shexp.weight")
+        if gate is None:
+            return out
+        return c.mul(out, c.sigmoid(c.mul_mat(c.reshape(gate, self.spec.n_embd, 1), normed)))
 
     def activation(self, c: Context, gate: Tensor, up: Tensor) -> Tensor:
         """What an expert feeds its down matrix."""
@@ -115,34 +133,44 @@ class Family(ABC):
 
     def head(self, c: Context, x: Tensor) -> Tensor:
         """Logits [n_vocab, n]."""
-        h = norm(c, x, self.weights["output_norm.weight"], self.spec.rms_eps)
+        h = norm(c, x, self.weights[f"{self.output_norm}.weight"], self.spec.rms_eps)
         return c.mul_mat(self.weights["token_embd.weight" if self.spec.tied_embeddings else "output.weight"], h)
 
 
-def embedding_tensors(spec: ModelSpec) -> dict[str, Shape]:
+def embedding_tensors(spec: ModelSpec, output_norm: str = Family.output_norm) -> dict[str, Shape]:
     """Names and shapes of the embeddings, the output norm, and the head where the file has one."""
     tensors: dict[str, Shape] = {
         "token_embd.weight": (spec.n_embd, spec.n_vocab),
-        "output_norm.weight": (spec.n_embd,),
+        f"{output_norm}.weight": (spec.n_embd,),
     }
     return tensors if spec.tied_embeddings else tensors | {"output.weight": (spec.n_embd, spec.n_vocab)}
 
 
-def attention_tensors(spec: ModelSpec, layer: int, *, head_norms: bool = False) -> dict[str, Shape]:
-    """Names and shapes of a layer's grouped-query attention and its norms."""
+def attention_tensors(
+    spec: ModelSpec, layer: int, *, head_norms: bool = False, fused: bool = False
+) -> dict[str, Shape]:
+    """Names and shapes of a layer's grouped-query attention and its norms; `fused`: queries, keys, values in one."""
     b = f"blk.{layer}.attn_"
+    widths = {"q": spec.n_head * spec.head_dim, "k": spec.n_embd_k, "v": spec.n_embd_v}
+    if fused:
+        widths = {"qkv": sum(widths.values())}
     tensors: dict[str, Shape] = {
         b + "norm.weight": (spec.n_embd,),
-        b + "q.weight": (spec.n_embd, spec.n_head * spec.head_dim),
-        b + "k.weight": (spec.n_embd, spec.n_embd_k),
-        b + "v.weight": (spec.n_embd, spec.n_embd_v),
+        **{f"{b}{m}.weight": (spec.n_embd, width) for m, width in widths.items()},
         b + "output.weight": (spec.n_head * spec.head_dim_v, spec.n_embd),
     }
     return tensors | head_norm_tensors(spec, layer) if head_norms else tensors
 
 
 def head_norm_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    """Names and shapes of norms of each head of q and k."""
     return {f"blk.{layer}.attn_{part}_norm.weight": (spec.head_dim,) for part in "qk"}
+
+
+def width_norm_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    """Names and shapes of norms of q and k over all heads together."""
+    b = f"blk.{layer}.attn_"
+    return {b + "q_norm.weight": (spec.n_head * spec.head_dim,), b + "k_norm.weight": (spec.n_embd_k,)}
 
 
 def attention_biases(spec: ModelSpec, layer: int) -> dict[str, Shape]:
@@ -156,8 +184,35 @@ def attention_biases(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     }
 
 
-def ffn_tensors(spec: ModelSpec, layer: int, norm: str = Family.ffn_norm) -> dict[str, Shape]:
-    """Names and shapes of a layer's norm, router and shared experts, or of its dense network where it has none."""
+def latent_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    """Names and shapes of a layer's latent attention and its norms."""
+    d = spec.latent
+    assert d is not None
+    b, n_q = f"blk.{layer}.attn_", spec.n_head * d.n_qk
+    tensors: dict[str, Shape] = {
+        b + "norm.weight": (spec.n_embd,),
+        b + "kv_a_mqa.weight": (spec.n_embd, d.rank + d.n_rope),
+        b + "kv_a_norm.weight": (d.rank,),
+        b + "k_b.weight": (d.n_nope, d.rank, spec.n_head),
+        b + "v_b.weight": (d.rank, d.n_v, spec.n_head),
+        b + "output.weight": (spec.n_head * d.n_v, spec.n_embd),
+    }
+    if not d.q_rank:
+        return tensors | {b + "q.weight": (spec.n_embd, n_q)}
+    return tensors | {
+        b + "q_a.weight": (spec.n_embd, d.q_rank),
+        b + "q_a_norm.weight": (d.q_rank,),
+        b + "q_b.weight": (d.q_rank, n_q),
+    }
+
+
+def ffn_tensors(
+    spec: ModelSpec, layer: int, norm: str = Family.ffn_norm, *, shared_gate: bool = False
+) -> dict[str, Shape]:
+    """Names and shapes of a layer's norm, router and shared experts, or of its dense network where it has none.
+
+    `shared_gate`: the shared experts have a gate.
+    """
     b = f"blk.{layer}.ffn_"
     tensors: dict[str, Shape] = {f"blk.{layer}.{norm}.weight": (spec.n_embd,)}
     if layer not in spec.moe_layers:
@@ -165,7 +220,14 @@ def ffn_tensors(spec: ModelSpec, layer: int, norm: str = Family.ffn_norm) -> dic
     tensors[b + "gate_inp.weight"] = (spec.n_embd, spec.n_expert)
     if spec.n_ff_shared:
         tensors |= _swiglu_tensors(b + "{}_shexp.weight", spec.n_embd, spec.n_ff_shared)
+        if shared_gate:
+            tensors[b + "gate_inp_shexp.weight"] = (spec.n_embd,)
     return tensors
+
+
+def selection_bias(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    """Name and shape of what is added to a layer's scores for the choice alone; none where it has no experts."""
+    return {f"blk.{layer}.exp_probs_b.bias": (spec.n_expert,)} if layer in spec.moe_layers else {}
 
 
 def _swiglu_tensors(name: str, n_embd: int, n_ff: int) -> dict[str, Shape]:
@@ -197,6 +259,46 @@ def rotate(c: Context, x: Tensor, positions: Tensor, rope: RopeSpec, factors: Te
     )  # fmt: skip
 
 
+def split_qkv(c: Context, spec: ModelSpec, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries, keys (views) and values (a copy) [head_dim, heads, n] in the columns of `qkv`."""
+    at, parts, n_kv = 0, [], spec.n_head_kv
+    for n_heads, dim in ((spec.n_head, spec.head_dim), (n_kv, spec.head_dim), (n_kv, spec.head_dim_v)):
+        parts.append(c.view(qkv, (dim, n_heads, qkv.shape[1]), (4 * dim, qkv.strides[1]), 4 * at))
+        at += n_heads * dim
+    return parts[0], parts[1], c.cont(parts[2])
+
+
+def grouped_attention(
+    c: Context, spec: ModelSpec, weights: Mapping[str, Tensor], layer: int, h: Tensor, inputs: AttentionInputs, *,
+    rope_first: bool = False,
+) -> Tensor:  # fmt: skip
+    """Grouped-query attention of `h`, which is normed, through its output matrix: [n_embd, n].
+
+    Biases, norms of q and k, sinks, and frequency factors are used where the file has them. A norm is taken over each
+    head, or over all together if it is as wide as they; with `rope_first`, over each head after its rotation.
+    """
+    b, n = f"blk.{layer}.attn_", h.shape[1]
+    factors = weights.get("rope_freqs.weight")
+
+    def project(part: str) -> Tensor:
+        return linear(c, h, weights[f"{b}{part}.weight"], weights.get(f"{b}{part}.bias"))
+
+    def rotated(part: str, n_heads: int) -> Tensor:
+        y, scale = project(part), weights.get(f"{b}{part}_norm.weight")
+        if scale is not None and scale.shape[0] == y.shape[0] and not rope_first:
+            y, scale = norm(c, y, scale, spec.rms_eps), None
+        y = c.reshape(y, spec.head_dim, n_heads, n)
+        if scale is not None and not rope_first:
+            y, scale = norm(c, y, scale, spec.rms_eps), None
+        y = rotate(c, y, inputs.positions, spec.rope, factors)
+        return y if scale is None else norm(c, y, scale, spec.rms_eps)
+
+    q, k, v = rotated("q", spec.n_head), rotated("k", spec.n_head_kv), project("v")
+    scale = spec.scales.scores or spec.head_dim**-0.5
+    out = attend(c, layer, q, k, v, inputs, scale, weights.get(b + "sinks.weight"))
+    return linear(c, out, weights[b + "output.weight"], weights.get(b + "output.bias"))
+
+
 def attend(
     c: Context, layer: int, q: Tensor, k: Tensor, v: Tensor | None, inputs: AttentionInputs, scale: float,
     sinks: Tensor | None = None,
@@ -224,6 +326,47 @@ def attend(
         return c.reshape(out, width, segment.n)
 
     return each_stream(c, inputs, width, n, one)
+
+
+def latent_parts(
+    c: Context, spec: ModelSpec, weights: Mapping[str, Tensor], layer: int, h: Tensor, inputs: AttentionInputs
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What latent attention makes of `h`: queries without position [n_nope, n_head, n] and rotated [n_rope, n_head, n],
+    latent vectors [rank, n], and the rotated keys that all heads share [n_rope, 1, n]."""
+    d, b, n = spec.latent, f"blk.{layer}.attn_", h.shape[1]
+    assert d is not None
+    if d.q_rank:
+        compressed = norm(c, c.mul_mat(weights[b + "q_a.weight"], h), weights[b + "q_a_norm.weight"], spec.rms_eps)
+        q = c.mul_mat(weights[b + "q_b.weight"], compressed)
+    else:
+        q = c.mul_mat(weights[b + "q.weight"], h)
+    strides = (4 * d.n_qk, q.strides[1])
+    q_nope = c.view(q, (d.n_nope, spec.n_head, n), strides)
+    q_rope = rotate(c, c.view(q, (d.n_rope, spec.n_head, n), strides, 4 * d.n_nope), inputs.positions, spec.rope)
+    kv = c.mul_mat(weights[b + "kv_a_mqa.weight"], h)
+    latent = norm(c, c.view(kv, (d.rank, n), kv.strides[1:2]), weights[b + "kv_a_norm.weight"], spec.rms_eps)
+    k_rope = c.view(kv, (d.n_rope, 1, n), (kv.strides[1], kv.strides[1]), 4 * d.rank)
+    return q_nope, q_rope, latent, rotate(c, k_rope, inputs.positions, spec.rope)
+
+
+def latent_attention(
+    c: Context, spec: ModelSpec, weights: Mapping[str, Tensor], layer: int, h: Tensor, inputs: AttentionInputs
+) -> Tensor:
+    """Multi-head latent attention of `h`, which is normed, before its output matrix: [n_head × n_v, n].
+
+    One head of keys, whose first `rank` numbers are the values too, serves all queries: the matrices that would make
+    each head's keys and values of them are applied to queries and results instead.
+    Source: arXiv 2405.04434, 2.1.2.
+    """
+    d, b, n = spec.latent, f"blk.{layer}.attn_", h.shape[1]
+    assert d is not None
+    q_nope, q_rope, latent, k_rope = latent_parts(c, spec, weights, layer, h, inputs)
+    absorbed = c.mul_mat(weights[b + "k_b.weight"], c.permute(q_nope, 0, 2, 1, 3))  # [rank, n, n_head]
+    q = c.concat(c.permute(absorbed, 0, 2, 1, 3), q_rope)
+    k = c.concat(c.reshape(latent, d.rank, 1, n), k_rope)
+    out = c.reshape(attend(c, layer, q, k, None, inputs, d.scale), d.rank, spec.n_head, n)
+    out = c.mul_mat(weights[b + "v_b.weight"], c.permute(out, 0, 2, 1, 3))  # [n_v, n, n_head]
+    return c.reshape(c.cont(c.permute(out, 0, 2, 1, 3)), spec.n_head * d.n_v, n)
 
 
 def each_stream(c: Context, inputs: AttentionInputs, width: int, n: int, one: Callable[[Segment], Tensor]) -> Tensor:
@@ -262,28 +405,80 @@ def delta_net(
     [value_dim, n]) the logarithms of the decay, `beta` [n_v_heads, n] how much is written.
     """
 
-    def one(segment: Segment) -> Tensor:
-        n = segment.n
+    def heads(segment: Segment) -> list[Tensor]:
         qkv = c.silu(convolve(c, layer, 0, mixed, kernel, inputs, segment))
-        heads, at = [], 0
+        views, at = [], 0
         for n_heads in (d.n_k_heads, d.n_k_heads, d.n_v_heads):
-            view = c.view(qkv, (d.head_dim, n_heads, n), (4 * d.head_dim, qkv.strides[1]), at)
-            heads.append(view)
+            views.append(c.view(qkv, (d.head_dim, n_heads, segment.n), (4 * d.head_dim, qkv.strides[1]), at))
             at += 4 * d.head_dim * n_heads
+        if d.tiled:  # as ggml's delta rule pairs heads
+            return views
+        each, row = d.n_v_heads // d.n_k_heads, 4 * d.head_dim
+        like = c.view(views[2], (d.head_dim, each, d.n_k_heads, segment.n), (row, row * each, qkv.strides[1]))
+        for i in range(2):
+            apart = c.view(views[i], (d.head_dim, 1, d.n_k_heads, segment.n), (row, row, qkv.strides[1]))
+            views[i] = c.reshape(c.repeat(apart, like), d.head_dim, d.n_v_heads, segment.n)
+        return views
+
+    return _delta_rule(c, layer, 1, d, heads, gate, beta, inputs, eps)
+
+
+def delta_net_apart(
+    c: Context, layer: int, d: DeltaNetSpec, projected: Sequence[Tensor], gate: Tensor, beta: Tensor,
+    kernels: Sequence[Tensor], inputs: AttentionInputs, eps: float,
+) -> Tensor:  # fmt: skip
+    """`delta_net` of queries, keys and values that come apart, each with its kernel: states are three, then the heads'.
+
+    All have as many heads; a kernel may have dimensions of one between width and channels, as files store them.
+    """
+
+    flat = [c.reshape(kernel, d.conv_width, d.value_dim) for kernel in kernels]
+
+    def heads(segment: Segment) -> list[Tensor]:
+        each = []
+        for index, (x, kernel) in enumerate(zip(projected, flat, strict=True)):
+            y = c.silu(convolve(c, layer, index, x, kernel, inputs, segment))
+            each.append(c.reshape(y, d.head_dim, d.n_v_heads, segment.n))
+        return each
+
+    return _delta_rule(c, layer, 3, d, heads, gate, beta, inputs, eps)
+
+
+def _delta_rule(
+    c: Context, layer: int, index: int, d: DeltaNetSpec, heads: Callable[[Segment], list[Tensor]], gate: Tensor,
+    beta: Tensor, inputs: AttentionInputs, eps: float,
+) -> Tensor:  # fmt: skip
+    """The gated delta rule over queries, keys and values [head_dim, heads, n], which `heads` makes of a segment."""
+
+    def one(segment: Segment) -> Tensor:
+        q, k, v = heads(segment)
         rates = []
         for rate in (gate, beta):
             per_head = rate.shape[0] // d.n_v_heads
-            view = c.view(rate, (rate.shape[0], n), (), segment.start * rate.strides[1])
-            rates.append(c.reshape(view, per_head, d.n_v_heads, n))
-        before = inputs.states.view(c, layer, 1, segment.stream)
+            view = c.view(rate, (rate.shape[0], segment.n), (), segment.start * rate.strides[1])
+            rates.append(c.reshape(view, per_head, d.n_v_heads, segment.n))
+        before = inputs.states.view(c, layer, index, segment.stream)
         before = c.reshape(before, d.head_dim, d.head_dim, d.n_v_heads)
-        out, after = c.gated_delta_net(
-            c.l2_norm(heads[0], eps), c.l2_norm(heads[1], eps), heads[2], rates[0], rates[1], before
-        )
+        out, after = c.gated_delta_net(c.l2_norm(q, eps), c.l2_norm(k, eps), v, rates[0], rates[1], before)
         inputs.graph.add(c.cpy(after, before))
-        return c.reshape(out, d.value_dim, n)
+        return c.reshape(out, d.value_dim, segment.n)
 
-    return each_stream(c, inputs, d.value_dim, mixed.shape[1], one)
+    return each_stream(c, inputs, d.value_dim, gate.shape[1], one)
+
+
+def within_groups(c: Context, scores: Tensor, n_groups: int, n_used: int) -> Tensor:
+    """`scores` [n_expert, n], minus infinity outside the `n_used` groups whose two best experts sum to most.
+
+    Source: DeepSeek-V3's router, arXiv 2412.19437.
+    """
+    n_expert, n = scores.shape[:2]
+    size = n_expert // n_groups
+    groups = c.reshape(scores, size, n_groups, n)
+    two = c.get_rows(c.reshape(groups, 1, size, n_groups, n), c.top_k(groups, 2))  # [1, 2, n_groups, n]
+    sums = c.reshape(c.sum_rows(c.reshape(two, 2, n_groups, n)), n_groups, n)
+    best = c.top_k(sums, n_used)  # [n_used, n]
+    kept = c.set_rows(c.fill(groups, float("-inf")), c.get_rows(groups, best), best)
+    return c.reshape(kept, n_expert, n)
 
 
 def chosen_weights(c: Context, spec: ModelSpec, scores: Tensor, ids: Tensor) -> Tensor:

@@ -7,10 +7,9 @@ Source: arXiv 2401.04088 and https://huggingface.co/docs/transformers/model_doc/
 
 from __future__ import annotations
 
-from sluice.ggml import Context, Tensor
 from sluice.gguf import GgufFile
 from sluice.models import blocks
-from sluice.models.blocks import AttentionInputs, Family
+from sluice.models.blocks import Family
 from sluice.models.spec import ModelSpec, Shape, check_tensors, decoder_spec
 
 
@@ -28,14 +27,3 @@ class Llama(Family):
             wanted |= blocks.attention_tensors(s, i) | blocks.ffn_tensors(s, i)
             optional |= blocks.attention_biases(s, i)
         return check_tensors(file, s, wanted, optional)
-
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        s, w, b = self.spec, self.weights, f"blk.{layer}.attn_"
-        n = x.shape[1]
-        h = blocks.norm(c, x, w[b + "norm.weight"], s.rms_eps)
-        q, k, v = (blocks.linear(c, h, w[f"{b}{m}.weight"], w.get(f"{b}{m}.bias")) for m in "qkv")
-        factors = w.get("rope_freqs.weight")
-        q = blocks.rotate(c, c.reshape(q, s.head_dim, s.n_head, n), inputs.positions, s.rope, factors)
-        k = blocks.rotate(c, c.reshape(k, s.head_dim, s.n_head_kv, n), inputs.positions, s.rope, factors)
-        out = blocks.attend(c, layer, q, k, v, inputs, s.head_dim**-0.5)
-        return c.add(x, blocks.linear(c, out, w[b + "output.weight"], w.get(b + "output.bias")))

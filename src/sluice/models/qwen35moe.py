@@ -10,6 +10,7 @@ Source: https://huggingface.co/docs/transformers/model_doc/qwen3_5_moe and arXiv
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from sluice.ggml import Context, Tensor
 from sluice.gguf import GgufFile
@@ -23,26 +24,28 @@ class Qwen35Moe(Family):
 
     architecture = "qwen35moe"
     ffn_norm = "post_attention_norm"
+    tiled: ClassVar[bool] = True  # see DeltaNetSpec
 
     @classmethod
     def read_spec(cls, file: GgufFile) -> ModelSpec:
         meta = Metadata(file)
         s = decoder_spec(file, neox=True, normalise_weights=True)
-        delta = _delta_net(meta)
+        delta = replace(_delta_net(meta), tiled=cls.tiled)
         s = replace(
             s,
-            n_ff_shared=meta.integer("expert_shared_feed_forward_length"),
+            n_ff_shared=meta.integer("expert_shared_feed_forward_length", s.n_ff),
             delta=delta,
             recurrent={i: delta.state for i in _recurrent_layers(meta, s.n_layers)},
         )
+        if not s.attending:
+            raise meta.fail("attention.recurrent_layers (or full_attention_interval)", "leaves no layer to attend")
+        _check_sections(meta, s)
         wanted = blocks.embedding_tensors(s)
         for i in range(s.n_layers):
             b = f"blk.{i}."
-            wanted |= blocks.ffn_tensors(s, i, cls.ffn_norm)
-            if i in s.moe_layers:
-                wanted[b + "ffn_gate_inp_shexp.weight"] = (s.n_embd,)
+            wanted |= blocks.ffn_tensors(s, i, cls.ffn_norm, shared_gate=True)
             if i in s.recurrent:
-                wanted |= _delta_tensors(s, delta, i)
+                wanted |= cls.delta_tensors(file, s, delta, i)
             else:
                 wanted |= blocks.attention_tensors(s, i, head_norms=True)
                 wanted[b + "attn_q.weight"] = (s.n_embd, 2 * s.n_head * s.head_dim)  # queries and gates, by head
@@ -72,20 +75,42 @@ class Qwen35Moe(Family):
         s, w, b = self.spec, self.weights, f"blk.{layer}."
         assert s.delta is not None
         d, n = s.delta, h.shape[1]
-        mixed = c.mul_mat(w[b + "attn_qkv.weight"], h)
-        z = c.mul_mat(w[b + "attn_gate.weight"], h)
-        beta = c.sigmoid(c.mul_mat(w[b + "ssm_beta.weight"], h))
-        rate = c.softplus(c.add(c.mul_mat(w[b + "ssm_alpha.weight"], h), w[b + "ssm_dt.bias"]))
+        mixed, z = self.mixed_and_gate(c, layer, h)
+        beta, alpha = self.beta_and_alpha(c, layer, h)
+        rate = c.softplus(c.add(alpha, w[b + "ssm_dt.bias"]))
         decay = c.mul(rate, w[b + "ssm_a"])  # logarithms, negative
-        out = blocks.delta_net(c, layer, d, mixed, decay, beta, w[b + "ssm_conv1d.weight"], inputs, s.rms_eps)
+        kernel = w[b + "ssm_conv1d.weight"]
+        out = blocks.delta_net(c, layer, d, mixed, decay, c.sigmoid(beta), kernel, inputs, s.rms_eps)
         normed = blocks.norm(c, c.reshape(out, d.head_dim, d.n_v_heads, n), w[b + "ssm_norm.weight"], s.rms_eps)
         gated = c.mul(normed, c.silu(c.reshape(z, d.head_dim, d.n_v_heads, n)))
         return c.mul_mat(w[b + "ssm_out.weight"], c.reshape(gated, d.value_dim, n))
 
-    def shared(self, c: Context, layer: int, normed: Tensor) -> Tensor:
-        w = self.weights[f"blk.{layer}.ffn_gate_inp_shexp.weight"]
-        gate = c.sigmoid(c.mul_mat(c.reshape(w, self.spec.n_embd, 1), normed))  # [1, n]
-        return c.mul(super().shared(c, layer, normed), gate)
+    def mixed_and_gate(self, c: Context, layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values [conv_dim, n], and the gate of the output [value_dim, n]."""
+        b = f"blk.{layer}.attn_"
+        return c.mul_mat(self.weights[b + "qkv.weight"], h), c.mul_mat(self.weights[b + "gate.weight"], h)
+
+    def beta_and_alpha(self, c: Context, layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        """What decides how much is written, and how much is kept [n_v_heads, n]."""
+        b = f"blk.{layer}.ssm_"
+        return c.mul_mat(self.weights[b + "beta.weight"], h), c.mul_mat(self.weights[b + "alpha.weight"], h)
+
+    @classmethod
+    def delta_tensors(cls, file: GgufFile, s: ModelSpec, d: DeltaNetSpec, layer: int) -> dict[str, Shape]:
+        """Names and shapes of a recurrent layer's tensors and of the norm before them."""
+        b = f"blk.{layer}."
+        return {
+            b + "attn_norm.weight": (s.n_embd,),
+            b + "attn_qkv.weight": (s.n_embd, d.conv_dim),
+            b + "attn_gate.weight": (s.n_embd, d.value_dim),
+            b + "ssm_conv1d.weight": (d.conv_width, d.conv_dim),
+            b + "ssm_dt.bias": (d.n_v_heads,),
+            b + "ssm_a": (d.n_v_heads,),
+            b + "ssm_beta.weight": (s.n_embd, d.n_v_heads),
+            b + "ssm_alpha.weight": (s.n_embd, d.n_v_heads),
+            b + "ssm_norm.weight": (d.head_dim,),
+            b + "ssm_out.weight": (d.value_dim, s.n_embd),
+        }
 
 
 def _delta_net(meta: Metadata) -> DeltaNetSpec:
@@ -98,6 +123,15 @@ def _delta_net(meta: Metadata) -> DeltaNetSpec:
     return DeltaNetSpec(n_k, n_v, head_dim, meta.integer("ssm.conv_kernel", low=2, high=64))
 
 
+def _check_sections(meta: Metadata, s: ModelSpec) -> None:
+    """For text all sections of the rotated pairs hold the same position, so only their sum counts."""
+    sections = meta.get("rope.dimension_sections", [s.rope.n_dims // 2])
+    if not isinstance(sections, list) or not all(isinstance(n, int) and n >= 0 for n in sections):
+        raise meta.fail("rope.dimension_sections", "is no list of whole numbers")
+    if sum(sections) != s.rope.n_dims // 2:
+        raise meta.fail("rope.dimension_sections", f"has {sum(sections)} pairs, rope.dimension_count {s.rope.n_dims}")
+
+
 def _recurrent_layers(meta: Metadata, n_layers: int) -> list[int]:
     """As the file lists them, or all but every fourth (or `full_attention_interval`-th)."""
     listed = meta.get("attention.recurrent_layers")
@@ -107,19 +141,3 @@ def _recurrent_layers(meta: Metadata, n_layers: int) -> list[int]:
     if not isinstance(listed, list) or len(listed) < n_layers or not all(isinstance(x, (bool, int)) for x in listed):
         raise meta.fail("attention.recurrent_layers", "does not say of each layer whether it is recurrent")
     return [i for i in range(n_layers) if listed[i]]
-
-
-def _delta_tensors(s: ModelSpec, d: DeltaNetSpec, layer: int) -> dict[str, Shape]:
-    b = f"blk.{layer}."
-    return {
-        b + "attn_norm.weight": (s.n_embd,),
-        b + "attn_qkv.weight": (s.n_embd, d.conv_dim),
-        b + "attn_gate.weight": (s.n_embd, d.value_dim),
-        b + "ssm_conv1d.weight": (d.conv_width, d.conv_dim),
-        b + "ssm_dt.bias": (d.n_v_heads,),
-        b + "ssm_a": (d.n_v_heads,),
-        b + "ssm_beta.weight": (s.n_embd, d.n_v_heads),
-        b + "ssm_alpha.weight": (s.n_embd, d.n_v_heads),
-        b + "ssm_norm.weight": (d.head_dim,),
-        b + "ssm_out.weight": (d.value_dim, s.n_embd),
-    }

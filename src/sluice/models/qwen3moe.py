@@ -7,10 +7,9 @@ Source: https://huggingface.co/docs/transformers/model_doc/qwen3_moe and arXiv 2
 
 from __future__ import annotations
 
-from sluice.ggml import Context, Tensor
 from sluice.gguf import GgufFile
 from sluice.models import blocks
-from sluice.models.blocks import AttentionInputs, Family
+from sluice.models.blocks import Family
 from sluice.models.spec import ModelSpec, check_tensors, decoder_spec
 
 
@@ -26,15 +25,3 @@ class Qwen3Moe(Family):
         for i in range(s.n_layers):
             wanted |= blocks.attention_tensors(s, i, head_norms=True) | blocks.ffn_tensors(s, i)
         return check_tensors(file, s, wanted, {})
-
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        s, w, b = self.spec, self.weights, f"blk.{layer}."
-        n = x.shape[1]
-        h = blocks.norm(c, x, w[b + "attn_norm.weight"], s.rms_eps)
-        q = c.reshape(c.mul_mat(w[b + "attn_q.weight"], h), s.head_dim, s.n_head, n)
-        k = c.reshape(c.mul_mat(w[b + "attn_k.weight"], h), s.head_dim, s.n_head_kv, n)
-        v = c.mul_mat(w[b + "attn_v.weight"], h)
-        q = blocks.rotate(c, blocks.norm(c, q, w[b + "attn_q_norm.weight"], s.rms_eps), inputs.positions, s.rope)
-        k = blocks.rotate(c, blocks.norm(c, k, w[b + "attn_k_norm.weight"], s.rms_eps), inputs.positions, s.rope)
-        out = blocks.attend(c, layer, q, k, v, inputs, s.head_dim**-0.5)
-        return c.add(x, c.mul_mat(w[b + "attn_output.weight"], out))

@@ -38,6 +38,8 @@ class DeltaNetSpec:
     n_v_heads: int
     head_dim: int
     conv_width: int
+    lowest: float = 0.0  # of a step's decay, its logarithm; 0 where that has no bound
+    tiled: bool = True  # value head i belongs to key head i % n_k_heads; if not, those of one key head are neighbours
 
     @property
     def value_dim(self) -> int:
@@ -52,6 +54,35 @@ class DeltaNetSpec:
     def state(self) -> tuple[int, int]:
         """Numbers that a layer keeps of a stream: the convolution's last inputs, and the heads' matrices."""
         return (self.conv_width - 1) * self.conv_dim, self.head_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention: `rank` numbers of a position serve all heads, and `n_rope` rotated ones beside them.
+
+    A head's queries and keys have `n_nope` + `n_rope` numbers, its values `n_v`. `scale` multiplies attention's scores.
+    """
+
+    rank: int
+    q_rank: int  # numbers that queries are compressed to, 0 where they are not
+    n_nope: int
+    n_rope: int
+    n_v: int
+    scale: float
+
+    @property
+    def n_qk(self) -> int:
+        return self.n_nope + self.n_rope
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleSpec:
+    """What a family multiplies by where others don't. `scores` of attention: 0 stands for 1 / sqrt(head_dim)."""
+
+    embedding: float = 1.0
+    residual: float = 1.0  # what a layer adds, before it is added
+    scores: float = 0.0
+    logits: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +121,9 @@ class ModelSpec:
     values_in_keys: bool = False  # a position's values are the first numbers of its keys: none are kept beside them
     recurrent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # layer -> numbers of each of its states
     delta: DeltaNetSpec | None = None
+    short_conv: int = 0  # positions that `recurrent` layers convolve over, where that is all they do
+    scales: ScaleSpec = field(default_factory=ScaleSpec)
+    latent: LatentSpec | None = None
     expert_biases: bool = False
     skipped: tuple[str, ...] = ()  # tensors that are left in the file: other modalities, multi-token prediction
 
@@ -101,7 +135,13 @@ class ModelSpec:
     @property
     def mixer_width(self) -> int:
         """The widest output of a layer's attention, before its projection."""
-        return max(self.n_head * self.head_dim_v, self.delta.value_dim if self.delta else 0)
+        convolved = self.n_embd if self.short_conv else 0
+        return max(self.n_head * self.head_dim_v, self.delta.value_dim if self.delta else 0, convolved)
+
+    @property
+    def most_top_k(self) -> int:
+        """The most experts that a token can choose in a layer."""
+        return self.n_expert // self.n_groups * self.n_groups_used
 
     @property
     def n_embd_k(self) -> int:
@@ -111,6 +151,9 @@ class ModelSpec:
     @property
     def n_embd_v(self) -> int:
         return self.head_dim_v * self.n_head_kv
+
+
+GATINGS = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # by the numbers that files name them with
 
 
 class Metadata:
@@ -137,6 +180,26 @@ class Metadata:
             raise self.fail(key, f"is {str(value)[:60]!r}, not a whole number from {low} to {high}")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, f"is {str(value)[:60]!r}, neither true nor false")
+        return value
+
+    def per_layer(
+        self, key: str, n_layers: int, default: int | None = None, *, low: int = 1, high: int = 1 << 24
+    ) -> tuple[int, ...]:
+        """A whole number for each layer: the file gives one for all, or a list of them."""
+        value = self.get(key, default)
+        if not isinstance(value, list):
+            return (self.integer(key, default, low=low, high=high),) * n_layers
+        if len(value) < n_layers:
+            raise self.fail(key, f"says something of {len(value)} layers, not of {n_layers}")
+        for number in value[:n_layers]:
+            if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
+                raise self.fail(key, f"holds {str(number)[:60]!r}, not only whole numbers from {low} to {high}")
+        return tuple(value[:n_layers])
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if value is None:
@@ -144,6 +207,27 @@ class Metadata:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.fail(key, f"is {str(value)[:60]!r}, not a number")
         return float(value)
+
+    def gating(self, default: str | None = None) -> str:
+        """What makes scores of router logits, as `ModelSpec.gating` says it. None: the file must name it."""
+        kind = self.get("expert_gating_func")
+        if kind in (None, 0) and default is not None:
+            return default
+        if kind not in GATINGS:
+            raise self.fail("expert_gating_func", f"is {str(kind)[:60]!r}, not one of {', '.join(map(str, GATINGS))}")
+        return GATINGS[kind]
+
+    def groups(self, n_expert: int, top_k: int) -> tuple[int, int]:
+        """Groups of experts, and those that are chosen from: (1, 1) where routing is not limited to some."""
+        n = self.integer("expert_group_count", 1, low=0, high=n_expert)
+        if n <= 1:
+            return 1, 1
+        used = self.integer("expert_group_used_count", high=n)
+        if n_expert % n or n_expert // n < 2:
+            raise self.fail("expert_group_count", f"is {n}, which does not cut {n_expert} experts into groups")
+        if top_k > used * (n_expert // n):
+            raise self.fail("expert_group_used_count", f"is {used}: these groups have fewer than {top_k} experts")
+        return (1, 1) if used == n else (n, used)
 
     def rope(self, head_dim: int, n_ctx_train: int, *, neox: bool) -> RopeSpec:
         """Rope parameters with llama.cpp's defaults for what a file leaves out."""
@@ -172,9 +256,10 @@ class Metadata:
         )
 
 
-def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool) -> ModelSpec:
+def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool, some_without_keys: bool = False) -> ModelSpec:
     """The spec of a plain pre-norm decoder with softmax routing, whose keys all such families share.
 
+    `some_without_keys`: a list of the layers' KV heads may say of some that they have none.
     Raises ModelFileError for a missing, impossible or contradictory hyper-parameter, and for a dense model.
     """
     meta = Metadata(file)
@@ -186,11 +271,18 @@ def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool) -> Mode
         raise ModelFileError(
             f"{file.paths[0]}: a dense model: Sluice is for Mixture-of-Experts models, run this one with llama.cpp"
         )
+    if moe_layers[0] < (leading := meta.integer("leading_dense_block_count", 0, low=0, high=n_layers)):
+        raise meta.fail("leading_dense_block_count", f"is {leading}, but layer {moe_layers[0]} has experts")
     n_expert = meta.integer("expert_count", high=4096)
     top_k = meta.integer("expert_used_count", high=n_expert)
+    n_groups, n_groups_used = meta.groups(n_expert, top_k)
     n_embd, n_head = meta.integer("embedding_length"), meta.integer("attention.head_count", high=4096)
-    n_head_kv = meta.integer("attention.head_count_kv", n_head, high=n_head)
-    if n_head % n_head_kv:
+    low = 0 if some_without_keys else 1
+    each = meta.per_layer("attention.head_count_kv", n_layers, n_head, low=low, high=n_head)
+    n_head_kv, *others = sorted({*each} - {0} or {0})
+    if others:
+        raise meta.fail("attention.head_count_kv", f"is {n_head_kv} in some layers and {others[0]} in others")
+    if not n_head_kv or n_head % n_head_kv:
         raise meta.fail("attention.head_count_kv", f"is {n_head_kv}, which does not divide {n_head} heads")
     head_dim = meta.integer("attention.key_length", n_embd // n_head, high=1024)
     n_ctx_train = meta.integer("context_length", high=1 << 30)
@@ -222,7 +314,35 @@ def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool) -> Mode
         normalise_weights=normalise_weights,
         weights_scale=meta.number("expert_weights_scale", 0.0) or 1.0,
         tied_embeddings="output.weight" not in file.tensors,
+        n_groups=n_groups,
+        n_groups_used=n_groups_used,
     )
+
+
+def with_latent_attention(meta: Metadata, spec: ModelSpec) -> ModelSpec:
+    """`spec` of a model that attends by latent vectors, and keeps nothing else of a position.
+
+    Raises ModelFileError where the lengths that the file gives don't fit each other.
+    """
+    rank, n_qk = meta.integer("attention.kv_lora_rank", high=4096), meta.integer("attention.key_length_mla", high=1024)
+    n_rope = spec.rope.n_dims
+    if n_qk <= n_rope:
+        raise meta.fail("attention.key_length_mla", f"is {n_qk}, of which rope.dimension_count rotates {n_rope}")
+    if spec.n_head_kv != 1:
+        raise meta.fail("attention.head_count_kv", f"is {spec.n_head_kv}, not 1, as latent attention has it")
+    if spec.head_dim != rank + n_rope:
+        raise meta.fail("attention.key_length", f"is {spec.head_dim}, not {rank} + {n_rope}")
+    if spec.head_dim_v != rank:
+        raise meta.fail("attention.value_length", f"is {spec.head_dim_v}, not {rank}")
+    latent = LatentSpec(
+        rank=rank,
+        q_rank=meta.integer("attention.q_lora_rank", 0, low=0),
+        n_nope=n_qk - n_rope,
+        n_rope=n_rope,
+        n_v=meta.integer("attention.value_length_mla", high=1024),
+        scale=n_qk**-0.5,
+    )
+    return replace(spec, latent=latent, values_in_keys=True)
 
 
 # Parts of a file that a text model can do without: vision and audio towers and their projectors.
@@ -251,14 +371,24 @@ def check_tensors(
                 f"{path}: tensor {name} has the shape {_text(info)}, "
                 f"its hyper-parameters say {list(shape)}: the file is damaged"
             )
-        if (len(shape) == 1 or name.endswith((".bias", "conv1d.weight"))) and info.type != GgmlType.F32:
+        vector = (
+            len(shape) == 1 or name.endswith((".bias", ".ssm_a")) or ".ssm_conv1d" in name or ".shortconv.conv." in name
+        )
+        if vector and info.type != GgmlType.F32:
             raise ModelFileError(f"{path}: tensor {name} is {info.type.name}, Sluice needs F32 here: convert it again")
         _check_weight_type(file, info)
     parts = ("gate_exps.weight", "up_exps.weight", "down_exps.weight", "gate_up_exps.weight", "exps.packed")
     experts = {f"blk.{i}.ffn_{part}" for i in spec.moe_layers for part in parts}
     others = sorted(set(file.tensors) - set(expected) - experts)
-    skipped = tuple(name for name in others if name.startswith(OTHER_PARTS) or _block(name) >= spec.n_layers)
+    n_blocks = Metadata(file).integer("block_count", high=4096)  # with those for multi-token prediction
+    skipped = tuple(name for name in others if name.startswith(OTHER_PARTS) or spec.n_layers <= _block(name) < n_blocks)
     unknown = [name for name in others if name not in skipped]
+    for layer in {_block(name) for name in skipped} - {-1}:
+        if not any(name.startswith(f"blk.{layer}.nextn.") for name in skipped):
+            raise ModelFileError(
+                f"{path}: layer {layer} is no layer for multi-token prediction, as {spec.architecture}."
+                "nextn_predict_layers says: the file is damaged or badly converted"
+            )
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise ModelFileError(
