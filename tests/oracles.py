@@ -1,7 +1,7 @@
 """Other engines' answers to compare with: llama.cpp (through xllamacpp) and transformers. Knows nothing of Sluice.
 
-Each call runs in a process of its own, because two builds of ggml in one process would mix their symbols, and
-because torch warns and starts threads. The request goes in as a pickle, the answer comes back as one.
+Each engine runs in a process of its own, because two builds of ggml in one process would mix their symbols, and
+because torch warns and starts threads. It stays for the next question, because importing takes ten seconds.
 
 llama.cpp is called through the C API that xllamacpp's library exports. Its two parameter structs are read and written
 as bytes at known offsets: those of build b11549, checked against the library's own defaults before they are used.
@@ -11,12 +11,15 @@ Its flash attention casts a float32 KV cache to float16 first (relative L2 of th
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.util
+import os
 import pickle
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,18 +108,62 @@ def top_logprobs(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.take_along_axis(logprobs, ids, axis=1)
 
 
-def _ask(name: str, *arguments: Any) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        done = subprocess.run(
-            [sys.executable, __file__, str(answer)],
-            input=pickle.dumps((name, arguments)),
-            capture_output=True,
-            check=False,
+class _Engine:
+    """A process that answers questions until its stdin closes. What its libraries print goes to `said`."""
+
+    def __init__(self) -> None:
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said
         )
-        if done.returncode != 0:
-            raise RuntimeError(f"oracle {name}: exit {done.returncode}: {done.stderr.decode(errors='replace')[-4000:]}")
-        return pickle.loads(answer.read_bytes())
+
+    def ask(self, name: str, arguments: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            pickle.dump((name, arguments), self.process.stdin)
+            self.process.stdin.flush()
+            answer, error = pickle.load(self.process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            code = self.process.wait()
+            self.said.seek(0)
+            text = self.said.read().decode(errors="replace")[-4000:]
+            raise RuntimeError(f"oracle {name}: exit {code}: {text}") from None
+        if error is not None:
+            raise RuntimeError(f"oracle {name}: {error}")
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.said.close()
+
+
+_engines: dict[str, _Engine] = {}
+
+
+def _ask(name: str, *arguments: Any) -> Any:
+    kind = name.partition("_")[0]
+    engine = _engines.get(kind)
+    if engine is None or engine.process.poll() is not None:
+        engine = _engines[kind] = _Engine()
+        atexit.register(engine.close)
+    return engine.ask(name, arguments)
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries print to stdout
+    while True:
+        try:
+            name, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            reply = (ANSWERS[name](*arguments), None)
+        except Exception:
+            reply = (None, traceback.format_exc())
+        pickle.dump(reply, answers)
+        answers.flush()
 
 
 # ---- llama.cpp, in the process of its own --------------------------------------------------------------------------
@@ -187,7 +234,7 @@ def _params(lib: ctypes.CDLL, function: str, fields: Mapping[str, tuple[Any, int
 
 
 class _LlamaCpp:
-    """One loaded model, freed with its process."""
+    """One loaded model; a context manager."""
 
     def __init__(self, path: str, *, vocab_only: bool = False) -> None:
         spec = importlib.util.find_spec("xllamacpp")
@@ -203,6 +250,9 @@ class _LlamaCpp:
             ("llama_model_get_vocab", pointer, (pointer,)),
             ("llama_vocab_n_tokens", i32, (pointer,)),
             ("llama_batch_init", _Batch, (i32, i32, i32)),
+            ("llama_batch_free", None, (_Batch,)),
+            ("llama_free", None, (pointer,)),
+            ("llama_model_free", None, (pointer,)),
             ("llama_decode", i32, (pointer, _Batch)),
             ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), (pointer, i32)),
             ("llama_tokenize", i32, (pointer, ctypes.c_char_p, i32, pointer, i32, _BOOL, _BOOL)),
@@ -216,8 +266,18 @@ class _LlamaCpp:
         self.model = lib.llama_model_load_from_file(path.encode(), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp does not load {path}")
+        self.context: int | None = None
         self.vocab = lib.llama_model_get_vocab(self.model)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
+
+    def __enter__(self) -> _LlamaCpp:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.context:
+            self.lib.llama_batch_free(self.batch)
+            self.lib.llama_free(self.context)
+        self.lib.llama_model_free(self.model)
 
     def start(self, n_ctx: int, kv: str, flash: str, threads: int, chunk: int, n_seqs: int = 1) -> None:
         """Makes a context of `n_seqs` sequences of `n_ctx` positions, all empty."""
@@ -270,9 +330,9 @@ class _LlamaCpp:
 
 
 def _answer_logits(path: str, ids: list[int], kv: str, flash: str, threads: int, chunk: int) -> np.ndarray:
-    llama = _LlamaCpp(path)
-    llama.start(len(ids), kv, flash, threads, chunk)
-    return llama.decode(ids)
+    with _LlamaCpp(path) as llama:
+        llama.start(len(ids), kv, flash, threads, chunk)
+        return llama.decode(ids)
 
 
 def _answer_each(paths: list[str], ids: list[int], kv: str, chunk: int) -> list[np.ndarray]:
@@ -280,49 +340,51 @@ def _answer_each(paths: list[str], ids: list[int], kv: str, chunk: int) -> list[
 
 
 def _answer_together(path: str, prompts: list[tuple[list[int], list[int]]], kv: str, chunk: int) -> list[np.ndarray]:
-    llama = _LlamaCpp(path)
-    llama.start(max(len(ids) + len(forced) for ids, forced in prompts), kv, "off", 1, chunk, len(prompts))
-    rows = [[logits] for logits in llama.step([(i, ids) for i, (ids, _) in enumerate(prompts)])]
-    for at in range(max(len(forced) for _, forced in prompts)):
-        parts = [(i, forced[at : at + 1]) for i, (_, forced) in enumerate(prompts) if at < len(forced)]
-        for (i, _), logits in zip(parts, llama.step(parts), strict=True):
-            rows[i].append(logits)
-    return [np.concatenate(each) for each in rows]
+    with _LlamaCpp(path) as llama:
+        llama.start(max(len(ids) + len(forced) for ids, forced in prompts), kv, "off", 1, chunk, len(prompts))
+        rows = [[logits] for logits in llama.step([(i, ids) for i, (ids, _) in enumerate(prompts)])]
+        for at in range(max(len(forced) for _, forced in prompts)):
+            parts = [(i, forced[at : at + 1]) for i, (_, forced) in enumerate(prompts) if at < len(forced)]
+            for (i, _), logits in zip(parts, llama.step(parts), strict=True):
+                rows[i].append(logits)
+        return [np.concatenate(each) for each in rows]
 
 
 def _answer_greedy(path: str, ids: list[int], n: int, kv: str, flash: str, threads: int) -> list[int]:
-    llama = _LlamaCpp(path)
-    llama.start(len(ids) + n, kv, flash, threads, 512)
-    tokens: list[int] = []
-    pending = ids
-    for _ in range(n):
-        tokens.append(int(llama.decode(pending)[-1].argmax()))
-        pending = tokens[-1:]
-    return tokens
+    with _LlamaCpp(path) as llama:
+        llama.start(len(ids) + n, kv, flash, threads, 512)
+        tokens: list[int] = []
+        pending = ids
+        for _ in range(n):
+            tokens.append(int(llama.decode(pending)[-1].argmax()))
+            pending = tokens[-1:]
+        return tokens
 
 
 def _answer_tokenize(path: str, texts: list[str], add_special: bool, parse_special: bool) -> list[list[int]]:
-    llama = _LlamaCpp(path, vocab_only=True)
-    answers = []
-    for text in texts:
-        raw = text.encode()
-        room = len(raw) + 8
-        ids = (ctypes.c_int32 * room)()
-        n = llama.lib.llama_tokenize(llama.vocab, raw, len(raw), ids, room, add_special, parse_special)
-        if n < 0:
-            raise RuntimeError(f"llama_tokenize needs {-n} tokens for {len(raw)} bytes")
-        answers.append(list(ids[:n]))
-    return answers
+    with _LlamaCpp(path, vocab_only=True) as llama:
+        answers = []
+        for text in texts:
+            raw = text.encode()
+            room = len(raw) + 8
+            ids = (ctypes.c_int32 * room)()
+            n = llama.lib.llama_tokenize(llama.vocab, raw, len(raw), ids, room, add_special, parse_special)
+            if n < 0:
+                raise RuntimeError(f"llama_tokenize needs {-n} tokens for {len(raw)} bytes")
+            answers.append(list(ids[:n]))
+        return answers
 
 
 def _answer_detokenize(path: str, ids: list[int]) -> str:
-    llama = _LlamaCpp(path, vocab_only=True)
-    room = 256 * (len(ids) + 1)
-    text = ctypes.create_string_buffer(room)
-    n = llama.lib.llama_detokenize(llama.vocab, (ctypes.c_int32 * len(ids))(*ids), len(ids), text, room, False, True)
-    if n < 0:
-        raise RuntimeError(f"llama_detokenize needs {-n} bytes for {len(ids)} tokens")
-    return text.raw[:n].decode(errors="replace")
+    with _LlamaCpp(path, vocab_only=True) as llama:
+        room = 256 * (len(ids) + 1)
+        text = ctypes.create_string_buffer(room)
+        n = llama.lib.llama_detokenize(
+            llama.vocab, (ctypes.c_int32 * len(ids))(*ids), len(ids), text, room, False, True
+        )
+        if n < 0:
+            raise RuntimeError(f"llama_detokenize needs {-n} bytes for {len(ids)} tokens")
+        return text.raw[:n].decode(errors="replace")
 
 
 # ---- transformers, in the process of its own -----------------------------------------------------------------------
@@ -452,5 +514,4 @@ ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 if __name__ == "__main__":
-    question, its_arguments = pickle.loads(sys.stdin.buffer.read())
-    Path(sys.argv[1]).write_bytes(pickle.dumps(ANSWERS[question](*its_arguments)))
+    _serve()
