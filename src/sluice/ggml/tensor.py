@@ -7,7 +7,7 @@ layout changes between versions. It knows nothing of models.
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sluice.errors import GgmlError
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int, int]
 
 
-def _need(condition: bool, message: str) -> None:
+def _need(condition: bool, message: str | Callable[[], str]) -> None:
+    """The text is made only when it is needed: graphs are built while tokens wait."""
     if not condition:
-        raise GgmlError(message)
+        raise GgmlError(message if isinstance(message, str) else message())
 
 
 class Tensor:
@@ -64,7 +65,7 @@ class Tensor:
 def row_bytes(library: Library, type: GgmlType, n: int) -> int:
     """Bytes of a row of `n` elements. Raises GgmlError if `n` isn't a multiple of the type's block."""
     block = library.ggml_blck_size(type)
-    _need(n % block == 0, f"a row of {n} is no multiple of {type.name}'s block of {block}")
+    _need(n % block == 0, lambda: f"a row of {n} is no multiple of {type.name}'s block of {block}")
     return n // block * library.ggml_type_size(type)
 
 
@@ -75,7 +76,7 @@ def contiguous_strides(library: Library, type: GgmlType, shape: Shape) -> Shape:
 
 def full_shape(shape: Sequence[int]) -> Shape:
     """`shape` with ones up to four dimensions."""
-    _need(1 <= len(shape) <= 4 and all(n >= 1 for n in shape), f"impossible shape {list(shape)}")
+    _need(1 <= len(shape) <= 4 and all(n >= 1 for n in shape), lambda: f"impossible shape {list(shape)}")
     a, b, c, d = (*shape, *([1] * (4 - len(shape))))
     return a, b, c, d
 
@@ -107,7 +108,7 @@ class Context:
         n_bytes = n_tensors * (library.ggml_tensor_overhead() + 64)
         n_bytes += n_graphs * (library.ggml_graph_overhead_custom(n_tensors, False) + 64) + 1024
         self._ptr: int | None = library.ggml_init(InitParams(n_bytes, None, True))
-        _need(bool(self._ptr), f"ggml could not allocate a context of {n_bytes} bytes")
+        _need(bool(self._ptr), lambda: f"ggml could not allocate a context of {n_bytes} bytes")
 
     def __enter__(self) -> Context:
         return self
@@ -149,7 +150,10 @@ class Context:
         last = max(last, offset + row * full[1] * full[2] * full[3])  # ggml aborts if rows overlap by so much
         span = a.n_bytes if a.contiguous else sum((n - 1) * s for n, s in zip(a.shape[1:], a.strides[1:], strict=True))
         span = span if a.contiguous else span + row_bytes(self.library, a.type, a.shape[0])
-        _need(offset >= 0 and last <= span, f"a view of {list(shape)} ends at byte {last} of {a!r}, which has {span}")
+        _need(
+            offset >= 0 and last <= span,
+            lambda: f"a view of {list(shape)} ends at byte {last} of {a!r}, which has {span}",
+        )
         p = self.library.ggml_view_4d(self._ptr, a.ptr, *full, nb[1], nb[2], nb[3], offset)
         return self._new(p, a.type, full, (nb[0], nb[1], nb[2], nb[3]))
 
@@ -157,13 +161,14 @@ class Context:
         full = full_shape(shape)
         count = a.shape[0] * a.shape[1] * a.shape[2] * a.shape[3]
         _need(
-            a.contiguous and count == full[0] * full[1] * full[2] * full[3], f"{a!r} can't take the shape {list(shape)}"
+            a.contiguous and count == full[0] * full[1] * full[2] * full[3],
+            lambda: f"{a!r} can't take the shape {list(shape)}",
         )
         return self._new(self.library.ggml_reshape_4d(self._ptr, a.ptr, *full), a.type, full)
 
     def permute(self, a: Tensor, *axes: int) -> Tensor:
         """Dimension i of `a` becomes dimension axes[i]."""
-        _need(sorted(axes) == [0, 1, 2, 3], f"{axes} is no permutation of four axes")
+        _need(sorted(axes) == [0, 1, 2, 3], lambda: f"{axes} is no permutation of four axes")
         shape, strides = [0] * 4, [0] * 4
         for i, axis in enumerate(axes):
             shape[axis], strides[axis] = a.shape[i], a.strides[i]
@@ -175,13 +180,13 @@ class Context:
 
     def cpy(self, a: Tensor, b: Tensor) -> Tensor:
         """Copy `a` into `b`, converting its type; a view of `b`."""
-        _need(_count(a) == _count(b), f"can't copy {a!r} into {b!r}")
+        _need(_count(a) == _count(b), lambda: f"can't copy {a!r} into {b!r}")
         return self._new(self.library.ggml_cpy(self._ptr, a.ptr, b.ptr), b.type, b.shape, b.strides)
 
     def repeat(self, a: Tensor, b: Tensor) -> Tensor:
         """`a` (F32) as often as it fits into the shape of `b`, whose numbers don't matter."""
         fits = all(m % n == 0 for m, n in zip(b.shape, a.shape, strict=True))
-        _need(fits and a.type == GgmlType.F32 and a.whole_rows, f"can't repeat {a!r} to the shape of {b!r}")
+        _need(fits and a.type == GgmlType.F32 and a.whole_rows, lambda: f"can't repeat {a!r} to the shape of {b!r}")
         return self._new(self.library.ggml_repeat(self._ptr, a.ptr, b.ptr), a.type, b.shape)
 
     # --- rows
@@ -190,7 +195,7 @@ class Context:
         """Rows `ids` ([n], [n, m] or [n, m, l], I32) of `a` as F32; row set j comes from plane j of `a`, and so on."""
         _need(
             ids.type == GgmlType.I32 and a.shape[2:] == ids.shape[1:3] and ids.shape[3] == 1,
-            f"can't take rows {ids!r} of {a!r}",
+            lambda: f"can't take rows {ids!r} of {a!r}",
         )
         type = GgmlType.I32 if a.type == GgmlType.I32 else GgmlType.F32
         return self._new(self.library.ggml_get_rows(self._ptr, a.ptr, ids.ptr), type, (a.shape[0], *ids.shape[:3]))
@@ -202,14 +207,17 @@ class Context:
         fits = a.shape[0] == rows.shape[0] and a.shape[2:] == rows.shape[2:] and rows.shape[1] == ids.shape[0]
         fits = fits and rows.shape[2] % ids.shape[1] == 0 and rows.shape[3] % ids.shape[2] == 0 and ids.shape[3] == 1
         types = rows.type == GgmlType.F32 and ids.type in (GgmlType.I32, GgmlType.I64)
-        _need(fits and types and a.whole_rows and rows.whole_rows, f"can't write {rows!r} to rows {ids!r} of {a!r}")
+        _need(
+            fits and types and a.whole_rows and rows.whole_rows,
+            lambda: f"can't write {rows!r} to rows {ids!r} of {a!r}",
+        )
         return self._new(self.library.ggml_set_rows(self._ptr, a.ptr, rows.ptr, ids.ptr), a.type, a.shape, a.strides)
 
     # --- arithmetic
 
     def _elementwise(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         fits = all(m % n == 0 for m, n in zip(a.shape, b.shape, strict=True))
-        _need(fits and a.type == b.type == GgmlType.F32, f"can't {name} {a!r} and {b!r}")
+        _need(fits and a.type == b.type == GgmlType.F32, lambda: f"can't {name} {a!r} and {b!r}")
         return self._new(getattr(self.library, f"ggml_{name}")(self._ptr, a.ptr, b.ptr), a.type, a.shape)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
@@ -222,34 +230,34 @@ class Context:
         return self._elementwise("div", a, b)
 
     def scale(self, a: Tensor, factor: float) -> Tensor:
-        _need(a.type == GgmlType.F32 and a.contiguous, f"scale needs contiguous F32, not {a!r}")
+        _need(a.type == GgmlType.F32 and a.contiguous, lambda: f"scale needs contiguous F32, not {a!r}")
         return self._new(self.library.ggml_scale(self._ptr, a.ptr, factor), a.type, a.shape)
 
     def clamp(self, a: Tensor, low: float, high: float) -> Tensor:
         """In place, as ggml's clamp is."""
-        _need(a.type == GgmlType.F32, f"clamp needs F32, not {a!r}")
+        _need(a.type == GgmlType.F32, lambda: f"clamp needs F32, not {a!r}")
         return self._new(self.library.ggml_clamp(self._ptr, a.ptr, low, high), a.type, a.shape, a.strides)
 
     def fill(self, a: Tensor, value: float) -> Tensor:
         """A tensor of the shape of `a` that holds `value` everywhere."""
-        _need(a.type == GgmlType.F32 and a.contiguous, f"fill needs contiguous F32, not {a!r}")
+        _need(a.type == GgmlType.F32 and a.contiguous, lambda: f"fill needs contiguous F32, not {a!r}")
         return self._new(self.library.ggml_fill(self._ptr, a.ptr, value), a.type, a.shape)
 
     def sum_rows(self, a: Tensor) -> Tensor:
-        _need(a.type == GgmlType.F32 and a.whole_rows, f"sum_rows needs F32, not {a!r}")
+        _need(a.type == GgmlType.F32 and a.whole_rows, lambda: f"sum_rows needs F32, not {a!r}")
         return self._new(self.library.ggml_sum_rows(self._ptr, a.ptr), a.type, (1, *a.shape[1:]))
 
     def rms_norm(self, a: Tensor, eps: float) -> Tensor:
-        _need(a.type == GgmlType.F32, f"rms_norm needs F32, not {a!r}")
+        _need(a.type == GgmlType.F32, lambda: f"rms_norm needs F32, not {a!r}")
         return self._new(self.library.ggml_rms_norm(self._ptr, a.ptr, eps), a.type, a.shape)
 
     def l2_norm(self, a: Tensor, eps: float) -> Tensor:
         """Each row divided by its length (at least `eps`)."""
-        _need(a.type == GgmlType.F32 and a.whole_rows, f"l2_norm needs F32, not {a!r}")
+        _need(a.type == GgmlType.F32 and a.whole_rows, lambda: f"l2_norm needs F32, not {a!r}")
         return self._new(self.library.ggml_l2_norm(self._ptr, a.ptr, eps), a.type, a.shape)
 
     def _unary(self, name: str, a: Tensor) -> Tensor:
-        _need(a.type == GgmlType.F32 and a.contiguous, f"{name} needs contiguous F32, not {a!r}")
+        _need(a.type == GgmlType.F32 and a.contiguous, lambda: f"{name} needs contiguous F32, not {a!r}")
         return self._new(getattr(self.library, f"ggml_{name}")(self._ptr, a.ptr), a.type, a.shape)
 
     def sigmoid(self, a: Tensor) -> Tensor:
@@ -264,19 +272,19 @@ class Context:
         return self._unary("softplus", a)
 
     def soft_max(self, a: Tensor) -> Tensor:
-        _need(a.type == GgmlType.F32 and a.contiguous, f"soft_max needs contiguous F32, not {a!r}")
+        _need(a.type == GgmlType.F32 and a.contiguous, lambda: f"soft_max needs contiguous F32, not {a!r}")
         return self._new(self.library.ggml_soft_max(self._ptr, a.ptr), a.type, a.shape)
 
     def top_k(self, a: Tensor, k: int) -> Tensor:
         """Positions (I32) of each row's `k` largest, largest first: [k, rows], a strided view."""
-        _need(a.type == GgmlType.F32 and a.contiguous and 1 <= k <= a.shape[0], f"no top {k} of {a!r}")
+        _need(a.type == GgmlType.F32 and a.contiguous and 1 <= k <= a.shape[0], lambda: f"no top {k} of {a!r}")
         shape = (k, *a.shape[1:])
         strides = (4, 4 * a.shape[0], 4 * a.shape[0] * a.shape[1], 4 * a.shape[0] * a.shape[1] * a.shape[2])
         return self._new(self.library.ggml_argsort_top_k(self._ptr, a.ptr, k), GgmlType.I32, shape, strides)
 
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
         """`a` and `b` side by side along their first dimension."""
-        _need(a.shape[1:] == b.shape[1:] and a.type == b.type == GgmlType.F32, f"can't join {a!r} and {b!r}")
+        _need(a.shape[1:] == b.shape[1:] and a.type == b.type == GgmlType.F32, lambda: f"can't join {a!r} and {b!r}")
         p = self.library.ggml_concat(self._ptr, a.ptr, b.ptr, 0)
         return self._new(p, a.type, (a.shape[0] + b.shape[0], *a.shape[1:]))
 
@@ -286,14 +294,14 @@ class Context:
         The ids themselves are not checked."""
         fits = a.shape[0] == b.shape[0] and a.shape[1:3] == ids.shape[:2] and a.shape[3] == ids.shape[2] == b.shape[2]
         types = a.type == b.type == GgmlType.F32 and ids.type == GgmlType.I32 and a.whole_rows and b.whole_rows
-        _need(fits and types, f"can't add columns {ids!r} of {b!r} to {a!r}")
+        _need(fits and types, lambda: f"can't add columns {ids!r} of {b!r} to {a!r}")
         return self._new(self.library.ggml_add_id(self._ptr, a.ptr, b.ptr, ids.ptr), a.type, a.shape)
 
     def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
         """`w` [n_in, n_out] times `x` [n_in, n]: [n_out, n], F32."""
         fits = w.shape[0] == x.shape[0] and x.shape[2] % w.shape[2] == 0 and x.shape[3] % w.shape[3] == 0
         fits = fits and w.whole_rows and x.whole_rows
-        _need(fits and x.type == GgmlType.F32 and w.type in WEIGHT_TYPES, f"can't multiply {w!r} by {x!r}")
+        _need(fits and x.type == GgmlType.F32 and w.type in WEIGHT_TYPES, lambda: f"can't multiply {w!r} by {x!r}")
         shape = (w.shape[1], *x.shape[1:])
         return self._new(self.library.ggml_mul_mat(self._ptr, w.ptr, x.ptr), GgmlType.F32, shape)
 
@@ -303,18 +311,22 @@ class Context:
         fits = w.shape[0] == x.shape[0] and x.shape[2] == ids.shape[1] and ids.shape[0] % x.shape[1] == 0
         fits = fits and w.shape[3] == x.shape[3] == ids.shape[2] == 1 and w.whole_rows and x.whole_rows
         types = x.type == GgmlType.F32 and ids.type == GgmlType.I32 and w.type in WEIGHT_TYPES
-        _need(fits and types, f"can't multiply {w!r} by {x!r} with {ids!r}")
+        _need(fits and types, lambda: f"can't multiply {w!r} by {x!r} with {ids!r}")
         shape = (w.shape[1], ids.shape[0], x.shape[2])
         return self._new(self.library.ggml_mul_mat_id(self._ptr, w.ptr, x.ptr, ids.ptr), GgmlType.F32, shape)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) × up."""
-        _need(gate.shape == up.shape and gate.type == up.type == GgmlType.F32, f"no swiglu of {gate!r} and {up!r}")
+        _need(
+            gate.shape == up.shape and gate.type == up.type == GgmlType.F32, lambda: f"no swiglu of {gate!r} and {up!r}"
+        )
         return self._new(self.library.ggml_swiglu_split(self._ptr, gate.ptr, up.ptr), gate.type, gate.shape)
 
     def swiglu_oai(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
         """g × sigmoid(alpha × g) × (u + 1), g = min(gate, limit), u clamped to ± limit."""
-        _need(gate.shape == up.shape and gate.type == up.type == GgmlType.F32, f"no swiglu of {gate!r} and {up!r}")
+        _need(
+            gate.shape == up.shape and gate.type == up.type == GgmlType.F32, lambda: f"no swiglu of {gate!r} and {up!r}"
+        )
         p = self.library.ggml_swiglu_oai(self._ptr, gate.ptr, up.ptr, alpha, limit)
         return self._new(p, gate.type, gate.shape)
 
@@ -324,7 +336,7 @@ class Context:
         n = x.shape[0] - kernel.shape[0] + 1
         fits = n >= 1 and x.shape[1] == kernel.shape[1] and x.shape[3] == kernel.shape[2] == kernel.shape[3] == 1
         types = x.type == kernel.type == GgmlType.F32 and x.contiguous and kernel.contiguous
-        _need(fits and types, f"can't convolve {x!r} with {kernel!r}")
+        _need(fits and types, lambda: f"can't convolve {x!r} with {kernel!r}")
         p = self.library.ggml_ssm_conv(self._ptr, x.ptr, kernel.ptr)
         return self._new(p, GgmlType.F32, (x.shape[1], n, x.shape[2]))
 
@@ -343,7 +355,9 @@ class Context:
         fits = fits and state.shape == (d, d, heads, n_seqs)
         types = all(a.type == GgmlType.F32 for a in (q, k, v, gate, beta, state))
         whole = q.whole_rows and k.whole_rows and v.whole_rows and gate.contiguous and beta.contiguous
-        _need(fits and types and whole and state.contiguous, f"no delta rule of {q!r}, {k!r}, {v!r} on {state!r}")
+        _need(
+            fits and types and whole and state.contiguous, lambda: f"no delta rule of {q!r}, {k!r}, {v!r} on {state!r}"
+        )
         p = self.library.ggml_gated_delta_net(
             self._ptr,
             q.ptr,
@@ -364,12 +378,13 @@ class Context:
     ) -> Tensor:  # fmt: skip
         """Rotary embedding of `a` [head_dim, n_head, n] at `positions` [n] (I32)."""
         _need(
-            positions.type == GgmlType.I32 and positions.shape[0] == a.shape[2], f"{positions!r} don't position {a!r}"
+            positions.type == GgmlType.I32 and positions.shape[0] == a.shape[2],
+            lambda: f"{positions!r} don't position {a!r}",
         )
-        _need(n_dims <= a.shape[0] and n_dims % 2 == 0, f"can't rotate {n_dims} dimensions of {a!r}")
+        _need(n_dims <= a.shape[0] and n_dims % 2 == 0, lambda: f"can't rotate {n_dims} dimensions of {a!r}")
         _need(
             factors is None or factors.shape[0] >= n_dims // 2,
-            f"{factors!r} are too few factors for {n_dims} dimensions",
+            lambda: f"{factors!r} are too few factors for {n_dims} dimensions",
         )
         p = self.library.ggml_rope_ext(
             self._ptr, a.ptr, positions.ptr, factors.ptr if factors else None, n_dims, 2 if neox else 0, n_ctx_orig,
@@ -387,7 +402,7 @@ class Context:
         fits = q.shape[0] == k.shape[0] and k.shape[1:] == v.shape[1:] and q.shape[2] % k.shape[2] == 0
         fits = fits and mask.shape[0] == k.shape[1] and mask.shape[1] == q.shape[1] and mask.contiguous
         types = q.type == k.type == v.type == GgmlType.F32 and mask.type == GgmlType.F16
-        _need(fits and types, f"no attention of {q!r} to {k!r}, {v!r}")
+        _need(fits and types, lambda: f"no attention of {q!r} to {k!r}, {v!r}")
         scores = self.mul_mat(k, q)  # [n_kv, n, n_head]
         p = self.library.ggml_soft_max_ext(self._ptr, scores.ptr, mask.ptr, scale, 0.0)
         if sinks is not None:
@@ -398,7 +413,10 @@ class Context:
         return self.cont(self.permute(out, 0, 2, 1, 3))
 
     def _check_sinks(self, sinks: Tensor, q: Tensor) -> None:
-        _need(sinks.type == GgmlType.F32 and sinks.shape == (q.shape[2], 1, 1, 1), f"{sinks!r} are no sinks of {q!r}")
+        _need(
+            sinks.type == GgmlType.F32 and sinks.shape == (q.shape[2], 1, 1, 1),
+            lambda: f"{sinks!r} are no sinks of {q!r}",
+        )
 
     def flash_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None
@@ -409,7 +427,10 @@ class Context:
         `sinks` [n_head] F32 are logits that take their share of each head's softmax and give nothing."""
         fits = q.shape[0] == k.shape[0] and k.shape[1:] == v.shape[1:] and q.shape[2] % k.shape[2] == 0
         fits = fits and mask.shape[0] == k.shape[1] and mask.shape[1] >= q.shape[1] and mask.contiguous
-        _need(fits and q.type == GgmlType.F32 and mask.type == GgmlType.F16, f"no attention of {q!r} to {k!r}, {v!r}")
+        _need(
+            fits and q.type == GgmlType.F32 and mask.type == GgmlType.F16,
+            lambda: f"no attention of {q!r} to {k!r}, {v!r}",
+        )
         p = self.library.ggml_flash_attn_ext(self._ptr, q.ptr, k.ptr, v.ptr, mask.ptr, scale, 0.0, 0.0)
         self.library.ggml_flash_attn_ext_set_prec(p, 10)  # GGML_PREC_F32
         if sinks is not None:
