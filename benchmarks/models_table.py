@@ -38,7 +38,8 @@ the logits with float32 weights, against llama.cpp b11549 and transformers; the 
 worst median difference of the log-probabilities of llama.cpp's 20 likeliest tokens, over the types tried; the likeliest
 token is the same but at ties. *Far*: the worst relative L2 from position 4,100 on, where a family has windows, yarn or
 states. Asserted beside: that 64 greedy tokens are llama.cpp's, that streaming from disk changes no bit, that a batch is
-each of its prompts alone, and that nothing of a request is left for the next.
+each of its prompts alone, and that nothing of a request is left for the next. `llama` and `qwen3moe` have more variants
+in `tests/engine/`, `llama` there beside transformers too.
 
 """
 
@@ -79,7 +80,8 @@ def family_rows(figures: list[dict[str, Any]]) -> dict[str, dict[str, float | No
 
 
 def _file(architecture: str) -> str:
-    return architecture.replace("-", "_")
+    """The family's module, which its test is named after."""
+    return FAMILIES[architecture].__module__.rpartition(".")[2]
 
 
 def _described(architecture: str) -> tuple[str, str]:

@@ -7,6 +7,8 @@ Source: arXiv 2401.04088 and https://huggingface.co/docs/transformers/model_doc/
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sluice.gguf import GgufFile
 from sluice.models import blocks
 from sluice.models.blocks import Family
@@ -21,6 +23,7 @@ class Llama(Family):
     @classmethod
     def read_spec(cls, file: GgufFile) -> ModelSpec:
         s = decoder_spec(file, neox=False, normalise_weights=True)
+        s = replace(s, n_ff_expert=s.n_ff)  # one length for dense and routed networks
         wanted = blocks.embedding_tensors(s)
         optional: dict[str, Shape] = {"rope_freqs.weight": (s.rope.n_dims // 2,)}
         for i in range(s.n_layers):
