@@ -102,10 +102,8 @@ def _disk(path: Path, is_model: bool, library: Library) -> dict[str, Any]:
     """What the disk under `path` does. Raises ModelFileError for a file that is no model Sluice runs."""
     from sluice.gguf import open_gguf
     from sluice.io.files import ModelFiles
-    from sluice.io.pool_reader import PoolReader
     from sluice.io.probe import measure_read
-    from sluice.io.ring_reader import RingReader
-    from sluice.io.uring import available
+    from sluice.io.readers import auto_name
     from sluice.models import family_of
     from sluice.store import expert_layout
 
@@ -132,7 +130,7 @@ def _disk(path: Path, is_model: bool, library: Library) -> dict[str, Any]:
             "bytes_per_s": measured,  # by depth
             "mode": opened.mode,
             "block_bytes": opened.block,
-            "reader": (RingReader if files.direct and in_place and available() else PoolReader).name,
+            "reader": auto_name(files, in_place),
             "read_ahead_kb": read_ahead_kb(opened.path),
         }
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -29,11 +30,9 @@ from sluice.errors import ContextError, EngineClosed, InputError, ModelFileError
 from sluice.experts.policies import make_policy
 from sluice.ggml import Backend, GraphAllocator, Library, load_library
 from sluice.gguf import GgufFile, open_gguf
+from sluice.io import readers
 from sluice.io.files import ModelFiles
 from sluice.io.fixed_rate import FixedRateFiles
-from sluice.io.pool_reader import PoolReader
-from sluice.io.reader import Reader
-from sluice.io.ring_reader import RingReader
 from sluice.models import family_of
 from sluice.models.kv_cache import KV_TYPES, KVCache, kv_bytes
 from sluice.models.recurrent import RecurrentState, recurrent_bytes
@@ -45,7 +44,6 @@ from sluice.text.tokenizer import Tokenizer
 
 DEFAULT_CTX = 4096
 PREFETCH_FLOORS = 1.5  # with fewer slots than this times one step's demand, only the cyclic policy prefetches
-RING_DEPTH = 2  # reads that io_uring keeps running for each thread that would read instead
 OUTPUT_ROWS = 16  # logits rows in the workspace, at least one a stream
 
 
@@ -72,7 +70,7 @@ class Engine:
         # an engine that nobody closed ends with its last reference, or with the process
         weakref.finalize(self, _close, self._stack, self._owner)
         try:
-            self._open(path, progress, make_reader or self._make_reader)
+            self._open(path, progress, make_reader)
         except BaseException:
             self.close()
             raise
@@ -100,15 +98,19 @@ class Engine:
         return cls(path, EngineConfig(ram=size, **options), progress=progress)
 
     def _open(
-        self, path: str | os.PathLike[str], progress: Callable[[int, int], None] | None, make_reader: ReaderFactory
+        self,
+        path: str | os.PathLike[str],
+        progress: Callable[[int, int], None] | None,
+        make_reader: ReaderFactory | None,
     ) -> None:
         config, enter = self.config, self._stack.enter_context
         self.library: Library = load_library(config.ggml)
         self.file: GgufFile = open_gguf(path, self.library)
         family_type = family_of(self.file)
-        own = family_type.read_spec(self.file)
-        self.spec = spec = own if config.top_k_experts is None else _with_top_k(own, config.top_k_experts)
-        self.own_top_k = own.top_k
+        self.spec = spec = family_type.read_spec(self.file)
+        self.own_top_k = spec.top_k
+        if config.top_k_experts is not None:
+            self.spec = spec = _with_top_k(spec, config.top_k_experts)
         self.tokenizer = Tokenizer.from_metadata(self.file.metadata)
         if self.tokenizer.n_vocab > spec.n_vocab:
             raise ModelFileError(
@@ -132,7 +134,7 @@ class Engine:
         else:
             self.files = enter(ModelFiles(self.file.paths))
         blocks = [self.files[i].block for i in range(len(self.files))]
-        self._layout = layout = expert_layout(self.file, spec.moe_layers, blocks)
+        layout = expert_layout(self.file, spec.moe_layers, blocks)
         process = rss_bytes()
         backend = enter(Backend(self.library, self.threads))
         weights = enter(DenseWeights(self.library, dense_tensors(self.file, spec)))
@@ -170,9 +172,10 @@ class Engine:
         self.prefetching = config.prefetch and (roomy or config.policy == "cyclic")
         segments.lookahead = self.prefetching
         policy = make_policy(config.policy, n_layers=spec.n_layers)
+        reader = partial(readers.make_reader, how=config.reader, threads=config.io_threads, in_place=layout.in_place)
         self.store = enter(
             ExpertStore(
-                self.library, self.files, layout, self.plan.slots, policy, make_reader,
+                self.library, self.files, layout, self.plan.slots, policy, make_reader or reader,
                 reserve=min(config.streams * spec.top_k, spec.n_expert, self.plan.slots), poison=config.poison,
             )
         )  # fmt: skip
@@ -184,22 +187,6 @@ class Engine:
         )
         self.ledger = {"prefill": PhaseLedger(), "decode": PhaseLedger()}
         self.free_streams = list(range(config.streams - 1, -1, -1))
-
-    def _make_reader(self, files: ModelFiles, pool: memoryview, locate: Callable[..., Any]) -> Reader:
-        """io_uring where the system has it and every read lands in place, threads elsewhere."""
-        threads, how = self.config.io_threads, self.config.reader
-        suits = files.direct and self._layout.in_place and self.config.read_rate is None
-        if how == "io_uring" and not suits:
-            raise InputError(
-                "reader io_uring needs O_DIRECT, experts of whole blocks, and no emulated disk: leave it at auto"
-            )
-        if how != "threads" and suits:
-            try:
-                return RingReader(files, pool, locate, depth=RING_DEPTH * threads)
-            except OSError as error:
-                if how == "io_uring":
-                    raise InputError(f"this system gives no io_uring ({error}): leave the reader at auto") from error
-        return PoolReader(files, pool, locate, threads=threads)
 
     # --- life
 

@@ -65,6 +65,8 @@ class ModelFiles:
     branches have not been run.
     """
 
+    by_descriptor = True  # whoever reads the descriptors reads what `read_into` does
+
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         self._files: list[OpenFile] = []
         try:

@@ -18,6 +18,8 @@ class FixedRateFiles(ModelFiles):
     are the bytes asked for, whole blocks of direct files. `clock` and `pause` are in seconds.
     """
 
+    by_descriptor = False
+
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]],

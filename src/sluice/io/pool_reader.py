@@ -39,7 +39,6 @@ class PoolReader(QueuedReader):
         if threads < 1:
             raise ValueError(f"a reader needs at least one thread, not {threads}")
         super().__init__(files, pool, locate)
-        self._blocks = [files[i].block for i in range(len(files))]
         self._on_start = on_start
         self._idle = 0  # threads that wait for a token
         self._tokens: SimpleQueue[None] = SimpleQueue()  # each wakes one idle thread, cheaper than a Condition does
@@ -117,17 +116,15 @@ class PoolReader(QueuedReader):
     def _read(self, segment: Segment, bounce: list[AlignedBuffer]) -> tuple[int, bool]:
         """Carry out one segment: the bytes fetched, and whether they went through the bounce buffer."""
         file, offset, n, dest = segment
-        block = self._blocks[file]
-        skew = offset % block
-        at = dest - skew
-        whole = -(-(skew + n) // block) * block
-        if at % block == 0 and at >= 0 and at + whole <= self._pool_bytes:
+        skew, at, whole, fits = self._blocks(segment)
+        if fits:
             got = self._files.read_into(file, offset - skew, self._pool[at : at + whole])
             if got < skew + n:
                 raise self._files.short(file, offset, n, max(got - skew, 0))
             return got, False
         if dest < 0 or n < 0 or dest + n > self._pool_bytes:
             raise ValueError(f"{segment} is outside of a pool of {self._pool_bytes} bytes")
+        block = self._files[file].block
         size = max(block, min(whole, BOUNCE_BYTES))
         if not bounce or bounce[0].n_bytes < size:
             while bounce:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import mmap
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -36,7 +37,7 @@ class Job:
         self.error: Exception | None = None
 
 
-class QueuedReader:
+class QueuedReader(ABC):
     """The Reader contract but for reading itself, which a subclass does in `_threads`, from `files` into `pool`.
 
     `locate` gives a read's segments. They start in the order of (deadline, submission), those of one read may run at
@@ -148,18 +149,26 @@ class QueuedReader:
     ) -> None:
         self.close()
 
+    def _blocks(self, segment: Segment) -> tuple[int, int, int, bool]:
+        """The whole blocks around `segment`: how far in it begins, where in the pool they go, their bytes, and whether
+        they can be read into that place."""
+        block = self._files[segment.file].block
+        skew = segment.offset % block
+        at, whole = segment.dest - skew, -(-(skew + segment.n_bytes) // block) * block
+        return skew, at, whole, at % block == 0 and at >= 0 and at + whole <= self._pool_bytes
+
     # With the lock held.
 
+    @abstractmethod
     def _start(self, n: int) -> None:
         """Have segments started, of which `n` are new."""
-        raise NotImplementedError
 
-    def _settle(self) -> None:
+    def _settle(self) -> None:  # noqa: B027  (most have nothing to finish)
         """Finish what Ctrl-C broke off in `_start`."""
 
+    @abstractmethod
     def _wake(self) -> None:
         """Have every thread see that the reader is closed."""
-        raise NotImplementedError
 
     def _first(self) -> Job | None:
         """The most urgent read with a segment left to start."""

@@ -97,13 +97,11 @@ class RingReader(QueuedReader):
     def _request(self, number: int, job: Job) -> _Request:
         """The job's next segment as request `number`. Raises ValueError if it can't be read into its place."""
         segment = job.segments[job.next]
-        file, offset, n, dest = segment
-        opened = self._files[file]
-        skew = offset % opened.block
-        at, whole = dest - skew, -(-(skew + n) // opened.block) * opened.block
-        if not 0 <= offset < 1 << 62 or n < 0 or at % opened.block or at < 0 or at + whole > self._pool_bytes:
+        skew, at, whole, fits = self._blocks(segment)
+        if not fits or not 0 <= segment.offset < 1 << 62 or segment.n_bytes < 0:
             raise ValueError(f"{segment} can't be read into its place in a pool of {self._pool_bytes} bytes")
-        return _Request(number, job, segment, opened.fd, offset - skew, at, whole, 0, job.next + 1, job.running + 1)
+        fd = self._files[segment.file].fd
+        return _Request(number, job, segment, fd, segment.offset - skew, at, whole, 0, job.next + 1, job.running + 1)
 
     def _begin(self, ring: Ring, request: _Request) -> None:
         """Write a request down. Where Ctrl-C breaks this off, `_settle` takes all of the steps again."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sluice.ggml import Context, Tensor
 from sluice.gguf import GgufFile
 from sluice.models import blocks
-from sluice.models.blocks import AttentionInputs, Family
+from sluice.models.blocks import Family
 from sluice.models.spec import Metadata, ModelSpec, Shape, check_tensors, decoder_spec
 
 
@@ -36,12 +35,3 @@ class BailingMoe2(Family):
             wanted |= blocks.attention_tensors(s, i, head_norms=True, fused=True) | blocks.ffn_tensors(s, i)
             optional |= blocks.selection_bias(s, i)
         return check_tensors(file, s, wanted, optional)
-
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        s, w, b = self.spec, self.weights, f"blk.{layer}.attn_"
-        h = blocks.norm(c, x, w[b + "norm.weight"], s.rms_eps)
-        q, k, v = blocks.split_qkv(c, s, c.mul_mat(w[b + "qkv.weight"], h))
-        q = blocks.rotate(c, blocks.norm(c, q, w[b + "q_norm.weight"], s.rms_eps), inputs.positions, s.rope)
-        k = blocks.rotate(c, blocks.norm(c, k, w[b + "k_norm.weight"], s.rms_eps), inputs.positions, s.rope)
-        out = blocks.attend(c, layer, q, k, v, inputs, s.head_dim**-0.5)
-        return c.add(x, c.mul_mat(w[b + "output.weight"], out))

@@ -39,7 +39,6 @@ class BailingMoe3(Family):
         s = decoder_spec(file, neox=False, normalise_weights=normalised, some_without_keys=True)
         n_shared = meta.integer("expert_shared_count", high=4096)
         delta = _delta_net(meta, s.n_head)
-        n_kv = meta.per_layer("attention.head_count_kv", s.n_layers, low=0)
         s = replace(
             s,
             gating=meta.gating(),
@@ -47,7 +46,7 @@ class BailingMoe3(Family):
             # what the file calls the length of values is the delta rule's
             head_dim_v=meta.integer("attention.kv_lora_rank", high=4096),
             delta=delta,
-            recurrent={i: _states(delta) for i in range(s.n_layers) if n_kv[i] == 0},
+            recurrent={i: _states(delta) for i in meta.layers_without_keys(s.n_layers)},
         )
         s = with_latent_attention(meta, s)
         wanted = blocks.embedding_tensors(s)
@@ -60,10 +59,9 @@ class BailingMoe3(Family):
                 wanted[f"blk.{i}.attn_gate.weight"] = (s.n_embd, s.n_head)
         return check_tensors(file, s, wanted, {})
 
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        h = blocks.norm(c, x, self.weights[f"blk.{layer}.attn_norm.weight"], self.spec.rms_eps)
-        mix = self._linear_attention if layer in self.spec.recurrent else self._latent_attention
-        return c.add(x, c.mul_mat(self.weights[f"blk.{layer}.attn_output.weight"], mix(c, layer, h, inputs)))
+    def mix(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
+        attention = self._linear_attention if layer in self.spec.recurrent else self._latent_attention
+        return c.mul_mat(self.weights[f"blk.{layer}.attn_output.weight"], attention(c, layer, h, inputs))
 
     def _latent_attention(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
         s, w, n = self.spec, self.weights, h.shape[1]

@@ -75,16 +75,20 @@ class Family(ABC):
     def read_spec(cls, file: GgufFile) -> ModelSpec:
         """The model's shape, every tensor of the file checked. Raises ModelFileError."""
 
-    def embed(self, c: Context, tokens: Tensor) -> Tensor:
-        return c.get_rows(self.weights["token_embd.weight"], tokens)
-
     # What follows is the same in most families: one norm before attention and one before routing, SwiGLU, an output
     # norm and head.
+
+    def embed(self, c: Context, tokens: Tensor) -> Tensor:
+        return scaled(c, c.get_rows(self.weights["token_embd.weight"], tokens), self.spec.scales.embedding)
 
     def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """`x` plus the layer's attention."""
         h = norm(c, x, self.weights[f"blk.{layer}.attn_norm.weight"], self.spec.rms_eps)
-        return c.add(x, grouped_attention(c, self.spec, self.weights, layer, h, inputs))
+        return c.add(x, scaled(c, self.mix(c, layer, h, inputs), self.spec.scales.residual))
+
+    def mix(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
+        """What the layer's attention makes of `h`, which is normed: [n_embd, n_tokens]."""
+        return grouped_attention(c, self.spec, self.weights, layer, h, inputs)
 
     def expert_input(self, c: Context, layer: int, x: Tensor) -> Tensor:
         """What the layer's router and experts (or its dense network) read: `x` after their norm."""
@@ -119,9 +123,9 @@ class Family(ABC):
         """
         out = swiglu_ffn(c, self.weights, f"blk.{layer}.ffn_{{}}_shexp.weight", normed)
         gate = self.weights.get(f"blk.{layer}.ffn_gate_inp_shexp.weight")
-        if gate is None:
-            return out
-        return c.mul(out, c.sigmoid(c.mul_mat(c.reshape(gate, self.spec.n_embd, 1), normed)))
+        if gate is not None:
+            out = c.mul(out, c.sigmoid(c.mul_mat(c.reshape(gate, self.spec.n_embd, 1), normed)))
+        return scaled(c, out, self.spec.scales.residual)
 
     def activation(self, c: Context, gate: Tensor, up: Tensor) -> Tensor:
         """What an expert feeds its down matrix."""
@@ -129,12 +133,14 @@ class Family(ABC):
 
     def dense_ffn(self, c: Context, layer: int, x: Tensor) -> Tensor:
         """`x` plus the feed-forward network of a layer without experts."""
-        return c.add(x, swiglu_ffn(c, self.weights, f"blk.{layer}.ffn_{{}}.weight", self.expert_input(c, layer, x)))
+        out = swiglu_ffn(c, self.weights, f"blk.{layer}.ffn_{{}}.weight", self.expert_input(c, layer, x))
+        return c.add(x, scaled(c, out, self.spec.scales.residual))
 
     def head(self, c: Context, x: Tensor) -> Tensor:
         """Logits [n_vocab, n]."""
         h = norm(c, x, self.weights[f"{self.output_norm}.weight"], self.spec.rms_eps)
-        return c.mul_mat(self.weights["token_embd.weight" if self.spec.tied_embeddings else "output.weight"], h)
+        logits = c.mul_mat(self.weights["token_embd.weight" if self.spec.tied_embeddings else "output.weight"], h)
+        return scaled(c, logits, self.spec.scales.logits)
 
 
 def embedding_tensors(spec: ModelSpec, output_norm: str = Family.output_norm) -> dict[str, Shape]:
@@ -245,6 +251,11 @@ def norm(c: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return c.mul(c.rms_norm(x, eps), weight)
 
 
+def scaled(c: Context, x: Tensor, factor: float) -> Tensor:
+    """`x` times `factor`, itself where that is one."""
+    return x if factor == 1.0 else c.scale(x, factor)
+
+
 def linear(c: Context, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = c.mul_mat(weight, x)
     return y if bias is None else c.add(y, bias)
@@ -274,26 +285,29 @@ def grouped_attention(
 ) -> Tensor:  # fmt: skip
     """Grouped-query attention of `h`, which is normed, through its output matrix: [n_embd, n].
 
-    Biases, norms of q and k, sinks, and frequency factors are used where the file has them. A norm is taken over each
-    head, or over all together if it is as wide as they; with `rope_first`, over each head after its rotation.
+    One matrix of queries, keys and values, biases, norms of q and k, sinks, and frequency factors are used where the
+    file has them. A norm is taken over each head, or over all together if it is as wide as they; with `rope_first`,
+    over each head after its rotation.
     """
     b, n = f"blk.{layer}.attn_", h.shape[1]
-    factors = weights.get("rope_freqs.weight")
+    factors, fused = weights.get("rope_freqs.weight"), weights.get(b + "qkv.weight")
+    if fused is not None:
+        q, k, v = split_qkv(c, spec, c.mul_mat(fused, h))
+    else:
+        q, k, v = (linear(c, h, weights[f"{b}{m}.weight"], weights.get(f"{b}{m}.bias")) for m in "qkv")
 
-    def project(part: str) -> Tensor:
-        return linear(c, h, weights[f"{b}{part}.weight"], weights.get(f"{b}{part}.bias"))
-
-    def rotated(part: str, n_heads: int) -> Tensor:
-        y, scale = project(part), weights.get(f"{b}{part}_norm.weight")
+    def rotated(y: Tensor, part: str, n_heads: int) -> Tensor:
+        scale = weights.get(f"{b}{part}_norm.weight")
         if scale is not None and scale.shape[0] == y.shape[0] and not rope_first:
             y, scale = norm(c, y, scale, spec.rms_eps), None
-        y = c.reshape(y, spec.head_dim, n_heads, n)
+        if fused is None:
+            y = c.reshape(y, spec.head_dim, n_heads, n)
         if scale is not None and not rope_first:
             y, scale = norm(c, y, scale, spec.rms_eps), None
         y = rotate(c, y, inputs.positions, spec.rope, factors)
         return y if scale is None else norm(c, y, scale, spec.rms_eps)
 
-    q, k, v = rotated("q", spec.n_head), rotated("k", spec.n_head_kv), project("v")
+    q, k = rotated(q, "q", spec.n_head), rotated(k, "k", spec.n_head_kv)
     scale = spec.scales.scores or spec.head_dim**-0.5
     out = attend(c, layer, q, k, v, inputs, scale, weights.get(b + "sinks.weight"))
     return linear(c, out, weights[b + "output.weight"], weights.get(b + "output.bias"))
@@ -492,7 +506,7 @@ def chosen_weights(c: Context, spec: ModelSpec, scores: Tensor, ids: Tensor) -> 
         flat = c.reshape(weights, k, n)
         total = c.clamp(c.sum_rows(flat), 2.0**-14, float("inf"))  # llama.cpp's guard against a vanishing sum
         weights = c.reshape(c.div(flat, total), 1, k, n)
-    return weights if spec.weights_scale == 1.0 else c.scale(weights, spec.weights_scale)
+    return scaled(c, weights, spec.weights_scale)
 
 
 def weighted_sum(c: Context, pairs: Tensor, weights: Tensor) -> Tensor:

@@ -62,11 +62,10 @@ class DeepSeek2(Family):
                 wanted[f"blk.{i}.attn_kv_b.weight"] = (rank, n_head * (n_nope + n_v))
         return check_tensors(file, s, wanted, optional)
 
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        s, w, b = self.spec, self.weights, f"blk.{layer}.attn_"
-        h = blocks.norm(c, x, w[b + "norm.weight"], s.rms_eps)
+    def mix(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
+        s, w = self.spec, self.weights
         attention = blocks.latent_attention if s.values_in_keys else _unfolded_attention
-        return c.add(x, c.mul_mat(w[b + "output.weight"], attention(c, s, w, layer, h, inputs)))
+        return c.mul_mat(w[f"blk.{layer}.attn_output.weight"], attention(c, s, w, layer, h, inputs))
 
 
 def _unfolded_attention(

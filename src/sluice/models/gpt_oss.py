@@ -53,13 +53,10 @@ class GptOss(Family):
 
 def _windowed_layers(meta: Metadata, n_layers: int) -> tuple[int, ...]:
     """As the file lists them, or all but every second (or `sliding_window_pattern`-th)."""
-    listed = meta.get("attention.sliding_window_pattern", WINDOW_PERIOD)
-    if not isinstance(listed, list):
-        period = meta.integer("attention.sliding_window_pattern", WINDOW_PERIOD, low=0, high=4096)
-        return tuple(i for i in range(n_layers) if period == 0 or (i + 1) % period)
-    if len(listed) < n_layers or not all(isinstance(x, (bool, int)) for x in listed):
-        raise meta.fail("attention.sliding_window_pattern", "does not say of each layer whether it has a window")
-    return tuple(i for i in range(n_layers) if listed[i])
+    if isinstance(meta.get("attention.sliding_window_pattern"), list):
+        return meta.marked_layers("attention.sliding_window_pattern", n_layers, "it has a window")
+    period = meta.integer("attention.sliding_window_pattern", WINDOW_PERIOD, low=0, high=4096)
+    return tuple(i for i in range(n_layers) if period == 0 or (i + 1) % period)
 
 
 def _own_tensors(s: ModelSpec, layer: int) -> dict[str, Shape]:

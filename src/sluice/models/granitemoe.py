@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sluice.ggml import Context, Tensor
 from sluice.gguf import GgufFile
 from sluice.models import blocks
-from sluice.models.blocks import AttentionInputs, Family
+from sluice.models.blocks import Family
 from sluice.models.spec import Metadata, ModelSpec, ScaleSpec, Shape, check_tensors, decoder_spec
 
 
@@ -50,21 +49,3 @@ class GraniteMoe(Family):
             wanted |= blocks.attention_tensors(s, i) | blocks.ffn_tensors(s, i)
             optional |= blocks.attention_biases(s, i)
         return check_tensors(file, s, wanted, optional)
-
-    def embed(self, c: Context, tokens: Tensor) -> Tensor:
-        return c.scale(super().embed(c, tokens), self.spec.scales.embedding)
-
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        h = blocks.norm(c, x, self.weights[f"blk.{layer}.attn_norm.weight"], self.spec.rms_eps)
-        out = blocks.grouped_attention(c, self.spec, self.weights, layer, h, inputs)
-        return c.add(x, c.scale(out, self.spec.scales.residual))
-
-    def shared(self, c: Context, layer: int, normed: Tensor) -> Tensor:
-        return c.scale(super().shared(c, layer, normed), self.spec.scales.residual)
-
-    def dense_ffn(self, c: Context, layer: int, x: Tensor) -> Tensor:
-        out = blocks.swiglu_ffn(c, self.weights, f"blk.{layer}.ffn_{{}}.weight", self.expert_input(c, layer, x))
-        return c.add(x, c.scale(out, self.spec.scales.residual))
-
-    def head(self, c: Context, x: Tensor) -> Tensor:
-        return c.scale(super().head(c, x), self.spec.scales.logits)

@@ -32,6 +32,5 @@ class HunyuanMoe(Family):
             optional |= blocks.attention_biases(s, i)
         return check_tensors(file, s, wanted, optional)
 
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        h = blocks.norm(c, x, self.weights[f"blk.{layer}.attn_norm.weight"], self.spec.rms_eps)
-        return c.add(x, blocks.grouped_attention(c, self.spec, self.weights, layer, h, inputs, rope_first=True))
+    def mix(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
+        return blocks.grouped_attention(c, self.spec, self.weights, layer, h, inputs, rope_first=True)

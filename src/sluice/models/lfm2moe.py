@@ -29,8 +29,7 @@ class Lfm2Moe(Family):
         normalised = meta.flag("expert_weights_norm", True)
         s = decoder_spec(file, neox=True, normalise_weights=normalised, some_without_keys=True)
         width = meta.integer("shortconv.l_cache", low=2, high=64)
-        heads = meta.per_layer("attention.head_count_kv", s.n_layers, low=0)  # a layer that has none convolves
-        states = {i: ((width - 1) * s.n_embd,) for i, n in enumerate(heads) if n == 0}
+        states = {i: ((width - 1) * s.n_embd,) for i in meta.layers_without_keys(s.n_layers)}
         s = replace(s, gating=meta.gating(), short_conv=width, recurrent=states)
         wanted = blocks.embedding_tensors(s, cls.output_norm)
         for i in range(s.n_layers):
@@ -38,11 +37,10 @@ class Lfm2Moe(Family):
             wanted |= _conv_tensors(s, i) if i in s.recurrent else blocks.attention_tensors(s, i, head_norms=True)
         return check_tensors(file, s, wanted, {})
 
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
+    def mix(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
         if layer not in self.spec.recurrent:
-            return super().attention(c, layer, x, inputs)
-        w, n_embd, n = self.weights, self.spec.n_embd, x.shape[1]
-        h = blocks.norm(c, x, w[f"blk.{layer}.attn_norm.weight"], self.spec.rms_eps)
+            return super().mix(c, layer, h, inputs)
+        w, n_embd, n = self.weights, self.spec.n_embd, h.shape[1]
         parts = c.mul_mat(w[f"blk.{layer}.shortconv.in_proj.weight"], h)
         before, after, values = (c.view(parts, (n_embd, n), parts.strides[1:2], 4 * n_embd * i) for i in range(3))
         gated = c.mul(before, values)
@@ -52,7 +50,7 @@ class Lfm2Moe(Family):
             return blocks.convolve(c, layer, 0, gated, kernel, inputs, segment)
 
         mixed = c.mul(after, blocks.each_stream(c, inputs, n_embd, n, one))
-        return c.add(x, c.mul_mat(w[f"blk.{layer}.shortconv.out_proj.weight"], mixed))
+        return c.mul_mat(w[f"blk.{layer}.shortconv.out_proj.weight"], mixed)
 
 
 def _conv_tensors(s: ModelSpec, layer: int) -> dict[str, Shape]:

@@ -51,10 +51,9 @@ class Qwen35Moe(Family):
                 wanted[b + "attn_q.weight"] = (s.n_embd, 2 * s.n_head * s.head_dim)  # queries and gates, by head
         return check_tensors(file, s, wanted, {})
 
-    def attention(self, c: Context, layer: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        h = blocks.norm(c, x, self.weights[f"blk.{layer}.attn_norm.weight"], self.spec.rms_eps)
-        mix = self._linear_attention if layer in self.spec.recurrent else self._gated_attention
-        return c.add(x, mix(c, layer, h, inputs))
+    def mix(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
+        attention = self._linear_attention if layer in self.spec.recurrent else self._gated_attention
+        return attention(c, layer, h, inputs)
 
     def _gated_attention(self, c: Context, layer: int, h: Tensor, inputs: AttentionInputs) -> Tensor:
         s, w, b = self.spec, self.weights, f"blk.{layer}.attn_"
@@ -132,12 +131,9 @@ def _check_sections(meta: Metadata, s: ModelSpec) -> None:
         raise meta.fail("rope.dimension_sections", f"has {sum(sections)} pairs, rope.dimension_count {s.rope.n_dims}")
 
 
-def _recurrent_layers(meta: Metadata, n_layers: int) -> list[int]:
+def _recurrent_layers(meta: Metadata, n_layers: int) -> tuple[int, ...]:
     """As the file lists them, or all but every fourth (or `full_attention_interval`-th)."""
-    listed = meta.get("attention.recurrent_layers")
-    if listed is None:
-        interval = meta.integer("full_attention_interval", 4, high=4096)
-        return [i for i in range(n_layers) if (i + 1) % interval]
-    if not isinstance(listed, list) or len(listed) < n_layers or not all(isinstance(x, (bool, int)) for x in listed):
-        raise meta.fail("attention.recurrent_layers", "does not say of each layer whether it is recurrent")
-    return [i for i in range(n_layers) if listed[i]]
+    if meta.get("attention.recurrent_layers") is not None:
+        return meta.marked_layers("attention.recurrent_layers", n_layers, "it is recurrent")
+    interval = meta.integer("full_attention_interval", 4, high=4096)
+    return tuple(i for i in range(n_layers) if (i + 1) % interval)

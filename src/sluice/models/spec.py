@@ -80,7 +80,7 @@ class ScaleSpec:
     """What a family multiplies by where others don't. `scores` of attention: 0 stands for 1 / sqrt(head_dim)."""
 
     embedding: float = 1.0
-    residual: float = 1.0  # what a layer adds, before it is added
+    residual: float = 1.0  # what a layer adds, before it is added; of routed experts through `weights_scale`
     scores: float = 0.0
     logits: float = 1.0
 
@@ -199,6 +199,18 @@ class Metadata:
             if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
                 raise self.fail(key, f"holds {str(number)[:60]!r}, not only whole numbers from {low} to {high}")
         return tuple(value[:n_layers])
+
+    def layers_without_keys(self, n_layers: int) -> tuple[int, ...]:
+        """The layers that have no KV heads, of a family in which those mix tokens in another way."""
+        each = self.per_layer("attention.head_count_kv", n_layers, low=0)
+        return tuple(i for i, n in enumerate(each) if n == 0)
+
+    def marked_layers(self, key: str, n_layers: int, what: str) -> tuple[int, ...]:
+        """The layers of which the file's list says that `what`."""
+        listed = self.get(key)
+        if not isinstance(listed, list) or len(listed) < n_layers or not all(isinstance(x, int) for x in listed):
+            raise self.fail(key, f"does not say of each layer whether {what}")
+        return tuple(i for i in range(n_layers) if listed[i])
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
