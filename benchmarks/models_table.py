@@ -61,7 +61,7 @@ def family_rows(figures: list[dict[str, Any]]) -> dict[str, dict[str, float | No
     """The worst figure of each kind, by architecture."""
     kinds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for it in figures:
-        match = re.search(r"test_(\w+)\.py::(\w+)", it["test"])
+        match = re.search(r"test_(\w+)\.py::(?:\w+::)?(\w+)", it["test"])
         assert match is not None, it
         file, test = match.groups()
         if "transformers" in test:

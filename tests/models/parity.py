@@ -10,15 +10,23 @@ import json
 import multiprocessing
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from engine.harness import Prompt, assert_same_bits, opened, ordered, resident, run, run_together
 from family_file import FamilyFile, FamilyModel
-from oracles import llamacpp_each, llamacpp_greedy, llamacpp_logits, llamacpp_together, top_logprobs
+from oracles import (
+    llamacpp_each,
+    llamacpp_greedy,
+    llamacpp_logits,
+    llamacpp_together,
+    top_logprobs,
+    transformers_causal,
+)
 
 from sluice.engine.workspace import CHUNK
 
@@ -30,6 +38,7 @@ N_TOKENS = 397  # ids of the tiny vocabulary that are text
 BATCH = ((40, 24), (1, 30), (70, 8), (7, 20))  # tokens of a batch's prompts, and tokens decoded after each
 SHORT = ((33, 5), (1, 9), (68, 2), (7, 6), (2, 3), (CHUNK + 2, 2))
 
+TRANSFORMERS_L2 = 1e-4
 RELATIVE_L2 = 1e-3  # of float32 files. Measured: about 1e-6. A wrong norm, rope or routing weight costs 1e-2 and more.
 # Of quantised files: activations are rounded to 8 bits before the products, so a last bit that another build of ggml
 # computes otherwise moves one to the next step; layers make that larger, and a recurrent state carries it on to every
@@ -148,6 +157,22 @@ def greedy_pair(model: FamilyModel, n: int = 64) -> tuple[list[int], list[int]]:
     with opened(model.path, kv="f32", expert_slots=model.top_k + 1) as engine:
         ours = [token.id for token in engine.generate(ids, n, temperature=0.0, ignore_eos=True)]
     return ours, llamacpp_greedy(model.path, ids, n)
+
+
+# --- against transformers
+
+
+def assert_transformers(
+    model: FamilyModel, there: str, config: Mapping[str, Any], state: Mapping[str, np.ndarray], *,
+    llamacpp: bool = False,
+) -> None:  # fmt: skip
+    """Logits are those of transformers' class `there`, to 1e-4; with `llamacpp`, llama.cpp's are too."""
+    ids = token_ids(N)
+    expected = transformers_causal(there, config, state, ids)
+    if llamacpp:
+        assert compare("llama.cpp", llamacpp_logits(model.path, ids), expected).relative_l2 <= TRANSFORMERS_L2
+    with opened(model.path, kv="f32", expert_slots=model.top_k + 1) as engine:
+        assert compare("Sluice", engine.logits(ids), expected).relative_l2 <= TRANSFORMERS_L2
 
 
 # --- against itself

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ def assert_spoilt_tensors_are_refused(
 
 
 def assert_spoilt_metadata_is_refused(
-    make: Callable[[], FamilyFile], folder: Path, *, optional: frozenset[str] | set[str]
+    make: Callable[[], FamilyFile], folder: Path, *, optional: AbstractSet[str]
 ) -> None:
     """A missing key is refused with its name or a tensor's, unless `optional`. Zero, huge, no number or of another
     type, it is refused or harmless, and never an error of another kind. Counts that are one off are refused."""

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-from family_file import FamilyFile, FamilyModel
-from parity import (
-    assert_parity,
-    assert_skipped_tensors_change_nothing,
-    assert_streamed_is_resident,
-    batch_parity,
-    greedy_pair,
-    logits_parity,
-    weight_of_tensors,
-)
-from refusals import assert_spoilt_metadata_is_refused, assert_spoilt_tensors_are_refused, problem
+from family_file import FamilyFile
+from family_tests import ContradictionTests, Options, RefusalTests, SkippedBlockTests
 from tiny import T
 
 
@@ -126,46 +115,6 @@ QUANTISED: dict[str, dict[str, Any]] = {
 }
 
 
-def written(folder: Path, options: dict[str, Any]) -> FamilyModel:
-    """The file of `options`, in two shards."""
-    return bailingmoe2(**options).write(folder / "m.gguf", split=2)
-
-
-@pytest.mark.parametrize("name", FLOAT32)
-def test_float32_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, FLOAT32[name])
-    assert_parity([*logits_parity(model, float32=True), batch_parity(model, float32=True)], float32=True)
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, QUANTISED[name])
-    assert_parity([*logits_parity(model, float32=False), batch_parity(model, float32=False)], float32=False)
-
-
-def test_greedy_tokens_are_those_of_llamacpp(tmp_path: Path) -> None:
-    ours, theirs = greedy_pair(written(tmp_path, FLOAT32["half of many groups"]))
-    assert ours == theirs and len(set(ours)) > 8
-
-
-@pytest.mark.parametrize("name", ["Q4_K", "MXFP4"])
-def test_streamed_bits_are_the_resident_ones(tmp_path: Path, name: str) -> None:
-    assert_streamed_is_resident(written(tmp_path, QUANTISED[name]))
-
-
-def test_the_block_for_the_token_after_the_next_changes_nothing(tmp_path: Path) -> None:
-    model, without = (bailingmoe2(mtp=mtp).write(tmp_path / f"{mtp}.gguf") for mtp in (True, False))
-    assert_skipped_tensors_change_nothing(model, without)
-
-
-def test_every_tensor_matters_except_those_of_the_skipped_block(tmp_path: Path) -> None:
-    changes = weight_of_tensors(bailingmoe2(n_layers=2, mtp=True), tmp_path)
-    assert {name for name, change in changes.items() if change == 0.0} == {n for n in changes if n.startswith("blk.2.")}
-    assert all(change > 0.02 for change in changes.values() if change > 0), changes
-
-
-# --- refusals
-
 # Keys that a file can do without: their defaults are this file's values, or any would do
 OPTIONAL = {
     "vocab_size", "leading_dense_block_count", "attention.value_length", "rope.freq_base", "expert_feed_forward_length",
@@ -174,40 +123,38 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def small() -> FamilyFile:
-    return bailingmoe2(n_layers=2, mtp=True, n_ff_shared=32)
+CONTRADICTIONS: list[tuple[Options, str]] = [
+    ({"expert_group_count": 5}, "expert_group_count is 5"),
+    ({"expert_group_count": 12}, "expert_group_count is 12"),  # groups of one have no best two
+    ({"expert_group_used_count": 5}, "expert_group_used_count is '5'"),
+    ({"expert_group_used_count": 1, "expert_used_count": 4}, "fewer than 4 experts"),
+    ({"expert_gating_func": 4}, "expert_gating_func is '4'"),
+    ({"expert_weights_norm": 1}, "expert_weights_norm is '1'"),
+    ({"leading_dense_block_count": 2}, "leading_dense_block_count is 2, but layer 1 has experts"),
+    ({"expert_shared_count": 2}, "blk.1.ffn_gate_shexp.weight has the shape"),
+    ({"attention.head_count_kv": [2, 2, 1]}, "attention.head_count_kv is 1 in some layers and 2 in others"),
+    ({"attention.head_count_kv": [2, 2]}, "something of 2 layers, not of 3"),
+    ({"attention.head_count_kv": [2, 2, 0]}, "holds '0', not only whole numbers from 1 to 4"),
+]
 
 
-def test_tensors_that_are_missing_misshapen_or_unknown_are_refused(tmp_path: Path) -> None:
-    assert_spoilt_tensors_are_refused(
-        small,
-        tmp_path,
-        may_lack=lambda name: name == "blk.1.exp_probs_b.bias",
-        skipped=lambda name: name.startswith("blk.2."),
-    )
+class TestBailingMoe2(SkippedBlockTests, RefusalTests, ContradictionTests):
+    FLOAT32, QUANTISED = FLOAT32, QUANTISED
+    OPTIONAL = OPTIONAL
+    CONTRADICTIONS = CONTRADICTIONS
+    STREAMED = ("Q4_K", "MXFP4")
+    GREEDY = FLOAT32["half of many groups"]
+    AFRESH = "MXFP4"
 
+    @staticmethod
+    def make(**options: Any) -> FamilyFile:
+        return bailingmoe2(**options)
 
-def test_metadata_that_is_missing_or_disagrees_with_the_tensors_is_refused(tmp_path: Path) -> None:
-    assert_spoilt_metadata_is_refused(small, tmp_path, optional=OPTIONAL)
+    def small(self) -> FamilyFile:
+        return bailingmoe2(n_layers=2, mtp=True, n_ff_shared=32)
 
+    def weighed(self) -> FamilyFile:
+        return bailingmoe2(n_layers=2, mtp=True)
 
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ({"expert_group_count": 5}, "expert_group_count is 5"),
-        ({"expert_group_count": 12}, "expert_group_count is 12"),  # groups of one have no best two
-        ({"expert_group_used_count": 5}, "expert_group_used_count is '5'"),
-        ({"expert_group_used_count": 1, "expert_used_count": 4}, "fewer than 4 experts"),
-        ({"expert_gating_func": 4}, "expert_gating_func is '4'"),
-        ({"expert_weights_norm": 1}, "expert_weights_norm is '1'"),
-        ({"leading_dense_block_count": 2}, "leading_dense_block_count is 2, but layer 1 has experts"),
-        ({"expert_shared_count": 2}, "blk.1.ffn_gate_shexp.weight has the shape"),
-        ({"attention.head_count_kv": [2, 2, 1]}, "attention.head_count_kv is 1 in some layers and 2 in others"),
-        ({"attention.head_count_kv": [2, 2]}, "something of 2 layers, not of 3"),
-        ({"attention.head_count_kv": [2, 2, 0]}, "holds '0', not only whole numbers from 1 to 4"),
-    ],
-)
-def test_contradictions_are_refused(tmp_path: Path, keys: dict[str, Any], complaint: str) -> None:
-    file = bailingmoe2()
-    file.metadata(keys)
-    assert complaint in (problem(file.write(tmp_path / "m.gguf").path) or "opens")
+    def may_lack(self, name: str) -> bool:
+        return name == "blk.1.exp_probs_b.bias"

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import pytest
-from engine.harness import opened
-from family_file import FamilyFile, FamilyModel
-from oracles import llamacpp_logits, transformers_causal
-from parity import (
-    N,
-    assert_parity,
-    assert_sessions_start_afresh,
-    assert_skipped_tensors_change_nothing,
-    assert_streamed_is_resident,
-    batch_parity,
-    compare,
-    greedy_pair,
-    logits_parity,
-    long_parity,
-    token_ids,
-    weight_of_tensors,
-)
-from refusals import assert_spoilt_metadata_is_refused, assert_spoilt_tensors_are_refused, problem
+from family_file import FamilyFile
+from family_tests import ContradictionTests, LongContextTests, Options, RefusalTests, SkippedBlockTests
+from parity import assert_transformers
 from tiny import T
 
 EPS = 1e-6
@@ -170,54 +154,6 @@ QUANTISED: dict[str, dict[str, Any]] = {
 }
 
 
-def written(folder: Path, options: dict[str, Any]) -> FamilyModel:
-    """The file of `options`, in two shards."""
-    return bailingmoe3(**options).write(folder / "m.gguf", split=2)
-
-
-@pytest.mark.parametrize("name", FLOAT32)
-def test_float32_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, FLOAT32[name])
-    assert_parity([*logits_parity(model, float32=True), batch_parity(model, float32=True)], float32=True)
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, QUANTISED[name])
-    assert_parity([*logits_parity(model, float32=False), batch_parity(model, float32=False)], float32=False)
-
-
-def test_long_context_agrees_with_llamacpp(tmp_path: Path) -> None:
-    assert_parity([long_parity(written(tmp_path, {"n_layers": 2, "attending": (1,)}))], float32=True)
-
-
-def test_greedy_tokens_are_those_of_llamacpp(tmp_path: Path) -> None:
-    ours, theirs = greedy_pair(written(tmp_path, FLOAT32["skipped block"]))
-    assert ours == theirs and len(set(ours)) > 8
-
-
-@pytest.mark.parametrize("name", ["Q4_K", "MXFP4"])
-def test_streamed_bits_are_the_resident_ones(tmp_path: Path, name: str) -> None:
-    assert_streamed_is_resident(written(tmp_path, QUANTISED[name]))
-
-
-def test_nothing_of_a_request_is_left_for_the_next(tmp_path: Path) -> None:
-    assert_sessions_start_afresh(written(tmp_path, QUANTISED["MXFP4"]))
-
-
-def test_the_block_for_the_token_after_the_next_changes_nothing(tmp_path: Path) -> None:
-    model, without = (bailingmoe3(mtp=mtp).write(tmp_path / f"{mtp}.gguf") for mtp in (True, False))
-    assert_skipped_tensors_change_nothing(model, without)
-
-
-def test_every_tensor_matters_except_those_of_the_skipped_block(tmp_path: Path) -> None:
-    changes = weight_of_tensors(bailingmoe3(n_layers=2, attending=(1,), mtp=True), tmp_path)
-    assert {name for name, change in changes.items() if change == 0.0} == {n for n in changes if n.startswith("blk.2.")}
-    assert all(change > 0.02 for change in changes.values() if change > 0), changes
-
-
-# --- refusals
-
 # Keys that a file can do without: their defaults are this file's values, or any would do
 OPTIONAL = {
     "vocab_size", "leading_dense_block_count", "attention.value_length", "rope.freq_base", "expert_feed_forward_length",
@@ -225,39 +161,35 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def small() -> FamilyFile:
-    return bailingmoe3(n_layers=2, mtp=True)
+CONTRADICTIONS: list[tuple[Options, str]] = [
+    ({"kda.safe_gate": False}, "kda.safe_gate is not true"),
+    ({"kda.gate_lower_bound": 0.5}, "kda.gate_lower_bound is 0.5, not negative"),
+    ({"kda.head_dim": 16}, "blk.0.attn_q.weight has the shape"),
+    ({"attention.key_length_mla": 16}, "attention.key_length_mla is 16"),
+    ({"attention.kv_lora_rank": 64}, "attention.key_length is 48"),
+    ({"attention.head_count_kv": [0, 0, 0]}, "attention.head_count_kv is 0"),
+    ({"attention.head_count_kv": [1, 1, 0]}, "blk.0.attn_kv_a_mqa.weight is missing"),
+]
 
 
-def test_tensors_that_are_missing_misshapen_or_unknown_are_refused(tmp_path: Path) -> None:
-    assert_spoilt_tensors_are_refused(
-        small,
-        tmp_path,
-        may_lack=lambda name: name == "output.weight",
-        skipped=lambda name: name.startswith("blk.2."),
-    )
+class TestBailingMoe3(LongContextTests, SkippedBlockTests, RefusalTests, ContradictionTests):
+    FLOAT32, QUANTISED = FLOAT32, QUANTISED
+    OPTIONAL = OPTIONAL
+    CONTRADICTIONS = CONTRADICTIONS
+    STREAMED = ("Q4_K", "MXFP4")
+    GREEDY = FLOAT32["skipped block"]
+    AFRESH = "MXFP4"
+    LONG: ClassVar[Options] = {"n_layers": 2, "attending": (1,)}
 
+    @staticmethod
+    def make(**options: Any) -> FamilyFile:
+        return bailingmoe3(**options)
 
-def test_metadata_that_is_missing_or_disagrees_with_the_tensors_is_refused(tmp_path: Path) -> None:
-    assert_spoilt_metadata_is_refused(small, tmp_path, optional=OPTIONAL)
+    def small(self) -> FamilyFile:
+        return bailingmoe3(n_layers=2, mtp=True)
 
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ({"kda.safe_gate": False}, "kda.safe_gate is not true"),
-        ({"kda.gate_lower_bound": 0.5}, "kda.gate_lower_bound is 0.5, not negative"),
-        ({"kda.head_dim": 16}, "blk.0.attn_q.weight has the shape"),
-        ({"attention.key_length_mla": 16}, "attention.key_length_mla is 16"),
-        ({"attention.kv_lora_rank": 64}, "attention.key_length is 48"),
-        ({"attention.head_count_kv": [0, 0, 0]}, "attention.head_count_kv is 0"),
-        ({"attention.head_count_kv": [1, 1, 0]}, "blk.0.attn_kv_a_mqa.weight is missing"),
-    ],
-)
-def test_contradictions_are_refused(tmp_path: Path, keys: dict[str, Any], complaint: str) -> None:
-    file = bailingmoe3()
-    file.metadata(keys)
-    assert complaint in (problem(file.write(tmp_path / "m.gguf").path) or "opens")
+    def weighed(self) -> FamilyFile:
+        return bailingmoe3(n_layers=2, attending=(1,), mtp=True)
 
 
 # --- transformers
@@ -357,9 +289,5 @@ def transformers_config(file: FamilyFile) -> dict[str, Any]:
 def test_agrees_with_transformers(tmp_path: Path) -> None:
     file = bailingmoe3(n_head=4)
     model = file.write(tmp_path / "m.gguf")
-    ids = token_ids(N)
     config, state = transformers_config(file), transformers_state(file, model.weights)
-    expected = transformers_causal("BailingHybridForCausalLM", config, state, ids)
-    assert compare("llama.cpp", llamacpp_logits(model.path, ids), expected).relative_l2 <= 1e-4
-    with opened(model.path, kv="f32", expert_slots=model.top_k + 1) as engine:
-        assert compare("Sluice", engine.logits(ids), expected).relative_l2 <= 1e-4
+    assert_transformers(model, "BailingHybridForCausalLM", config, state, llamacpp=True)

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from engine.harness import Prompt, opened, run
-from family_file import FamilyFile, FamilyModel
-from oracles import llamacpp_logits, transformers_causal
-from parity import (
-    PREFIX,
-    N,
-    assert_parity,
-    assert_sessions_start_afresh,
-    assert_skipped_tensors_change_nothing,
-    assert_streamed_is_resident,
-    batch_parity,
-    compare,
-    greedy_pair,
-    logits_parity,
-    long_parity,
-    token_ids,
-    weight_of_tensors,
-)
-from refusals import assert_spoilt_metadata_is_refused, assert_spoilt_tensors_are_refused, problem
+from family_file import FamilyFile
+from family_tests import LongContextTests, Options, RefusalTests, SkippedBlockTests
+from oracles import llamacpp_logits
+from parity import PREFIX, N, assert_parity, assert_transformers, compare, token_ids
+from refusals import problem
 from tiny import T
 
 from sluice.config import EngineConfig
@@ -176,55 +163,41 @@ QUANTISED: dict[str, dict[str, Any]] = {
 }
 
 
-def written(folder: Path, options: dict[str, Any]) -> FamilyModel:
-    """The file of `options`, in two shards."""
-    return deepseek2(**options).write(folder / "m.gguf", split=2)
+class TestDeepSeek2(LongContextTests, SkippedBlockTests, RefusalTests):
+    FLOAT32, QUANTISED = FLOAT32, QUANTISED
+    STREAMED = ("Q4_K", "Q8_0", "MXFP4", "old")
+    STREAMED_MORE: ClassVar[Options] = {"n_rope": 32}
+    STREAMED_KV: ClassVar[dict[str, str]] = {"Q4_K": "q8_0", "old": "q8_0"}
+    GREEDY = FLOAT32["V3"]
+    LONG: ClassVar[Options] = {"n_layers": 2, "yarn": YARN}
+    OPTIONAL = frozenset(
+        {
+            "rope.freq_base", "expert_weights_scale", "expert_weights_norm", "expert_gating_func", "expert_group_count",
+            "expert_feed_forward_length", "vocab_size", "rope.scaling.type", "rope.scaling.factor",
+            "rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier",
+        }
+    )  # fmt: skip
 
+    @staticmethod
+    def make(**options: Any) -> FamilyFile:
+        return deepseek2(**options)
 
-@pytest.mark.parametrize("name", FLOAT32)
-def test_float32_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, FLOAT32[name])
-    assert_parity([*logits_parity(model, float32=True), batch_parity(model, float32=True)], float32=True)
+    def small(self) -> FamilyFile:
+        return deepseek2(n_layers=2, n_embd=6, n_head=2, rank=4, q_rank=3, n_nope=2, n_rope=2, n_v=3, n_ff=2, mtp=True)
 
+    def small_for_keys(self) -> FamilyFile:
+        return deepseek2(n_layers=2, yarn=YARN)
 
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, QUANTISED[name])
-    assert_parity([*logits_parity(model, float32=False), batch_parity(model, float32=False)], float32=False)
+    def weighed(self) -> FamilyFile:
+        return deepseek2(n_layers=2, mtp=True)
 
-
-def test_long_context_agrees_with_llamacpp(tmp_path: Path) -> None:
-    assert_parity([long_parity(written(tmp_path, {"n_layers": 2, "yarn": YARN}))], float32=True)
-
-
-def test_greedy_tokens_are_those_of_llamacpp(tmp_path: Path) -> None:
-    ours, theirs = greedy_pair(written(tmp_path, FLOAT32["V3"]))
-    assert ours == theirs and len(set(ours)) > 8
-
-
-@pytest.mark.parametrize(("name", "kv"), [("Q4_K", "q8_0"), ("Q8_0", "f16"), ("MXFP4", "f16"), ("old", "q8_0")])
-def test_streamed_bits_are_the_resident_ones(tmp_path: Path, name: str, kv: str) -> None:
-    assert_streamed_is_resident(written(tmp_path, {**QUANTISED[name], "n_rope": 32}), kv=kv)
-
-
-def test_nothing_of_a_request_is_left_for_the_next(tmp_path: Path) -> None:
-    assert_sessions_start_afresh(written(tmp_path, QUANTISED["Q8_0"]))
-
-
-def test_the_block_for_the_token_after_the_next_changes_nothing(tmp_path: Path) -> None:
-    model, without = (deepseek2(mtp=mtp).write(tmp_path / f"{mtp}.gguf") for mtp in (True, False))
-    assert_skipped_tensors_change_nothing(model, without)
-
-
-def test_every_tensor_matters_except_those_of_the_skipped_block(tmp_path: Path) -> None:
-    changes = weight_of_tensors(deepseek2(n_layers=2, mtp=True), tmp_path)
-    assert {name for name, change in changes.items() if change == 0.0} == {n for n in changes if n.startswith("blk.2.")}
-    assert all(change > 0.02 for change in changes.values() if change > 0), changes
+    def may_lack(self, name: str) -> bool:
+        return name.endswith("exp_probs_b.bias") or name == "output.weight"
 
 
 def test_flash_attention_agrees_with_llamacpp(tmp_path: Path) -> None:
     heads = {"rank": 512, "n_rope": 64, "n_nope": 128, "n_v": 128, "yarn": YARN, "n_layers": 2, "n_head": 4}
-    model = written(tmp_path, heads)
+    model = deepseek2(**heads).write(tmp_path / "m.gguf", split=2)
     ids = token_ids(N)
     expected = llamacpp_logits(model.path, ids, kv="f16", flash="on")
     with opened(model.path, kv="f16", expert_slots=model.top_k + 1) as engine:
@@ -272,27 +245,6 @@ def test_keys_that_contradict_each_other_are_refused_by_name(tmp_path: Path, key
     said = problem(file.write(tmp_path / "m.gguf").path)
     related = {"attention.kv_lora_rank": "attention.key_length"}
     assert said is not None and related.get(key, key) in said
-
-
-def test_spoilt_tensors_are_refused(tmp_path: Path) -> None:
-    def make() -> FamilyFile:
-        return deepseek2(n_layers=2, n_embd=6, n_head=2, rank=4, q_rank=3, n_nope=2, n_rope=2, n_v=3, n_ff=2, mtp=True)
-
-    assert_spoilt_tensors_are_refused(
-        make,
-        tmp_path,
-        may_lack=lambda name: name.endswith("exp_probs_b.bias") or name == "output.weight",
-        skipped=lambda name: name.startswith("blk.2."),
-    )
-
-
-def test_spoilt_metadata_is_refused(tmp_path: Path) -> None:
-    optional = {
-        "rope.freq_base", "expert_weights_scale", "expert_weights_norm", "expert_gating_func", "expert_group_count",
-        "expert_feed_forward_length", "vocab_size", "rope.scaling.type", "rope.scaling.factor",
-        "rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier",
-    }  # fmt: skip
-    assert_spoilt_metadata_is_refused(lambda: deepseek2(n_layers=2, yarn=YARN), tmp_path, optional=optional)
 
 
 # --- transformers
@@ -380,10 +332,6 @@ KIMI: dict[str, Any] = {"yarn": {**YARN_V2, "yarn_log_multiplier": 0.1, "yarn_be
 def test_agrees_with_transformers(tmp_path: Path, there: str, options: dict[str, Any]) -> None:
     file = deepseek2(**options)
     model = file.write(tmp_path / "m.gguf")
-    ids = token_ids(N)
     config, state = transformers_config(file), transformers_state(file, model.weights)
-    expected = transformers_causal(there, config, state, ids)
-    if options is not KIMI:  # llama.cpp does not read yarn's bounds in this architecture
-        assert compare("llama.cpp", llamacpp_logits(model.path, ids), expected).relative_l2 <= 1e-4
-    with opened(model.path, kv="f32", expert_slots=model.top_k + 1) as engine:
-        assert compare("Sluice", engine.logits(ids), expected).relative_l2 <= 1e-4
+    # llama.cpp does not read yarn's bounds in this architecture
+    assert_transformers(model, there, config, state, llamacpp=options is not KIMI)

@@ -7,25 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import plain_decoder as plain
-import pytest
-from engine.harness import opened
-from family_file import FamilyFile, FamilyModel
-from oracles import transformers_causal
-from parity import (
-    N,
-    assert_parity,
-    assert_sessions_start_afresh,
-    assert_skipped_tensors_change_nothing,
-    assert_streamed_is_resident,
-    batch_parity,
-    compare,
-    greedy_pair,
-    logits_parity,
-    token_ids,
-    weight_of_tensors,
-)
+from family_file import FamilyFile
+from family_tests import RefusalTests, SkippedBlockTests
+from parity import assert_transformers
 from plain_decoder import BLOCKS_OF_256, Sizes
-from refusals import assert_spoilt_metadata_is_refused, assert_spoilt_tensors_are_refused
 from tiny import T
 
 
@@ -89,70 +74,27 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def written(folder: Path, options: dict[str, Any]) -> FamilyModel:
-    """The file of `options`, in two shards."""
-    return glm4moe(**options)[0].write(folder / "m.gguf", split=2)
+class TestGlm4Moe(SkippedBlockTests, RefusalTests):
+    FLOAT32, QUANTISED = FLOAT32, QUANTISED
+    OPTIONAL = OPTIONAL
+    GREEDY = FLOAT32["skipped block"]
 
+    @staticmethod
+    def make(**options: Any) -> FamilyFile:
+        return glm4moe(**options)[0]
 
-def small() -> FamilyFile:
-    return glm4moe(n_layers=2, n_expert=4, top_k=2, mtp=True, seed=1)[0]
+    def small(self) -> FamilyFile:
+        return self.make(n_layers=2, n_expert=4, top_k=2, mtp=True, seed=1)
 
-
-@pytest.mark.parametrize("name", FLOAT32)
-def test_float32_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, FLOAT32[name])
-    assert_parity([*logits_parity(model, float32=True), batch_parity(model, float32=True)], float32=True)
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, QUANTISED[name])
-    assert_parity([*logits_parity(model, float32=False), batch_parity(model, float32=False)], float32=False)
-
-
-def test_greedy_tokens_are_those_of_llamacpp(tmp_path: Path) -> None:
-    ours, theirs = greedy_pair(written(tmp_path, FLOAT32["skipped block"]))
-    assert ours == theirs and len(set(ours)) > 8
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_streamed_bits_are_the_resident_ones(tmp_path: Path, name: str) -> None:
-    assert_streamed_is_resident(written(tmp_path, QUANTISED[name]))
-
-
-def test_nothing_of_a_request_is_left_for_the_next(tmp_path: Path) -> None:
-    assert_sessions_start_afresh(written(tmp_path, QUANTISED["Q8_0"]))
-
-
-def test_the_block_for_the_token_after_the_next_changes_nothing(tmp_path: Path) -> None:
-    model, without = (glm4moe(mtp=mtp)[0].write(tmp_path / f"{mtp}.gguf") for mtp in (True, False))
-    assert_skipped_tensors_change_nothing(model, without)
-
-
-def test_every_tensor_matters_except_those_of_the_skipped_block(tmp_path: Path) -> None:
-    changes = weight_of_tensors(small(), tmp_path)
-    assert {name for name, change in changes.items() if change == 0.0} == {n for n in changes if n.startswith("blk.2.")}
-    assert all(change > 0.02 for change in changes.values() if change > 0), changes
-
-
-def test_a_tensor_that_is_missing_misshapen_or_unknown_is_named(tmp_path: Path) -> None:
-    def may_lack(name: str) -> bool:
+    def may_lack(self, name: str) -> bool:
         return name == "output.weight" or (
             "attn_" in name and name.endswith((".bias", "q_norm.weight", "k_norm.weight"))
         )
 
-    assert_spoilt_tensors_are_refused(
-        small, tmp_path, may_lack=may_lack, skipped=lambda name: name.startswith("blk.2.")
-    )
-
-
-def test_metadata_that_is_missing_or_disagrees_with_the_tensors_is_refused(tmp_path: Path) -> None:
-    assert_spoilt_metadata_is_refused(small, tmp_path, optional=OPTIONAL)
-
 
 def test_agrees_with_transformers(tmp_path: Path) -> None:
     file, s = glm4moe(n_layers=3, n_dense=1)
-    model, ids = file.write(tmp_path / "m.gguf"), token_ids(N)
+    model = file.write(tmp_path / "m.gguf")
     names = {f"ffn_{part}_shexp.weight": f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")}
     names["exp_probs_b.bias"] = "mlp.gate.e_score_correction_bias"
     config = plain.transformers_config(file, s) | {
@@ -166,6 +108,4 @@ def test_agrees_with_transformers(tmp_path: Path) -> None:
         "use_qk_norm": True,
     }
     state = plain.transformers_state(model.weights, s.n_layers, names)
-    expected = transformers_causal("Glm4MoeForCausalLM", config, state, ids)
-    with opened(model.path, kv="f32", expert_slots=model.top_k + 1) as engine:
-        assert compare("Sluice", engine.logits(ids), expected).relative_l2 <= 1e-4
+    assert_transformers(model, "Glm4MoeForCausalLM", config, state)

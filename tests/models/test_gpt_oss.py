@@ -6,27 +6,15 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from engine.harness import assert_same_bits, opened, ordered, resident, run, run_together
-from family_file import FamilyFile, FamilyModel
-from oracles import llamacpp_logits, transformers_causal
-from parity import (
-    N,
-    assert_parity,
-    assert_sessions_start_afresh,
-    assert_streamed_is_resident,
-    batch_parity,
-    compare,
-    greedy_pair,
-    logits_parity,
-    long_parity,
-    prompts_of,
-    token_ids,
-    weight_of_tensors,
-)
+from family_file import FamilyFile
+from family_tests import LongContextTests, Options
+from oracles import llamacpp_logits
+from parity import N, assert_parity, assert_transformers, compare, prompts_of, token_ids
 from tiny import T
 
 from sluice.errors import ModelFileError
@@ -120,40 +108,18 @@ QUANTISED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def written(folder: Path, options: dict[str, Any]) -> FamilyModel:
-    """The file of `options`, in two shards."""
-    return gpt_oss(**options).write(folder / "m.gguf", split=2)
+class TestGptOss(LongContextTests):
+    FLOAT32, QUANTISED = FLOAT32, QUANTISED
+    AFRESH = "MXFP4"
+    MATTERS = 0.01
+    LONG: ClassVar[Options] = {"n_layers": 2, "window": 128}
 
+    @staticmethod
+    def make(**options: Any) -> FamilyFile:
+        return gpt_oss(**options)
 
-@pytest.mark.parametrize("name", FLOAT32)
-def test_float32_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, FLOAT32[name])
-    assert_parity([*logits_parity(model, float32=True), batch_parity(model, float32=True)], float32=True)
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, QUANTISED[name])
-    assert_parity([*logits_parity(model, float32=False), batch_parity(model, float32=False)], float32=False)
-
-
-def test_greedy_tokens_are_those_of_llamacpp(tmp_path: Path) -> None:
-    ours, theirs = greedy_pair(written(tmp_path, {}))
-    assert ours == theirs and len(set(ours)) > 8
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_streamed_bits_are_the_resident_ones(tmp_path: Path, name: str) -> None:
-    assert_streamed_is_resident(written(tmp_path, QUANTISED[name]))
-
-
-def test_nothing_of_a_request_is_left_for_the_next(tmp_path: Path) -> None:
-    assert_sessions_start_afresh(written(tmp_path, QUANTISED["MXFP4"]))
-
-
-def test_every_tensor_matters(tmp_path: Path) -> None:
-    changes = weight_of_tensors(gpt_oss(n_layers=2), tmp_path)
-    assert all(change > 0.01 for change in changes.values()), changes
+    def small(self) -> FamilyFile:
+        return gpt_oss(n_layers=2)
 
 
 # --- windows
@@ -166,7 +132,7 @@ WINDOWS = (1, 40, 256, 300)
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows_over_chunks_agree_with_llamacpp(tmp_path: Path, window: int) -> None:
-    model = written(tmp_path, {"n_layers": 2, "window": window})
+    model = gpt_oss(n_layers=2, window=window).write(tmp_path / "m.gguf", split=2)
     ids = token_ids(1100)
     expected = llamacpp_logits(model.path, ids)
     with opened(model.path, kv="f32", ctx=1100, expert_slots=model.top_k + 1) as engine:
@@ -175,7 +141,7 @@ def test_windows_over_chunks_agree_with_llamacpp(tmp_path: Path, window: int) ->
 
 @pytest.mark.parametrize("window", [40, 300])
 def test_windows_and_sinks_give_the_same_bits_in_any_company(tmp_path: Path, window: int) -> None:
-    model = written(tmp_path, {**QUANTISED["MXFP4"], "n_layers": 2, "window": window})
+    model = gpt_oss(**QUANTISED["MXFP4"], n_layers=2, window=window).write(tmp_path / "m.gguf", split=2)
     rng = random.Random(window)
     prompts = prompts_of(BORDERS)
     options: dict[str, Any] = {"ctx": 1100, "threads": 1 + (window < 256)}
@@ -189,12 +155,8 @@ def test_windows_and_sinks_give_the_same_bits_in_any_company(tmp_path: Path, win
             assert_same_bits(rows, expected[i], f"{options}, prompt {i}")
 
 
-def test_long_context_agrees_with_llamacpp(tmp_path: Path) -> None:
-    assert_parity([long_parity(written(tmp_path, {"n_layers": 2, "window": 128}))], float32=True)
-
-
 def test_what_lies_before_the_window_is_not_seen(tmp_path: Path) -> None:
-    model = written(tmp_path, {"n_layers": 2, "window": 12, "pattern": [True, True]})
+    model = gpt_oss(n_layers=2, window=12, pattern=[True, True]).write(tmp_path / "m.gguf", split=2)
     ids = token_ids(40)
     others = [(id + 1) % 390 for id in ids[:17]] + ids[17:]  # position 39 sees 28 and on, those see 17 and on
     with opened(model.path, expert_slots=model.top_k + 1) as engine:
@@ -207,7 +169,7 @@ def test_what_lies_before_the_window_is_not_seen(tmp_path: Path) -> None:
 
 
 def test_experts_of_odd_sizes_come_through_a_bounce_buffer(tmp_path: Path) -> None:
-    model = written(tmp_path, QUANTISED["MXFP4"])
+    model = gpt_oss(**QUANTISED["MXFP4"]).write(tmp_path / "m.gguf", split=2)
     sizes = {raw[0].nbytes for name, (raw, _) in model.stored.items() if "exps.weight" in name}
     assert sizes == {96 * 64 // 32 * 17} and 96 * 64 // 32 * 17 % 512
     pack(model.path, tmp_path / "packed.gguf", load_library())
@@ -318,9 +280,5 @@ def transformers_config(file: FamilyFile) -> dict[str, Any]:
 def test_agrees_with_transformers(tmp_path: Path) -> None:
     file = gpt_oss()
     model = file.write(tmp_path / "m.gguf")
-    ids = token_ids(N)
     config, state = transformers_config(file), transformers_state(file, model.weights)
-    expected = transformers_causal("GptOssForCausalLM", config, state, ids)
-    assert compare("llama.cpp", llamacpp_logits(model.path, ids), expected).relative_l2 <= 1e-4
-    with opened(model.path, kv="f32", expert_slots=model.top_k + 1) as engine:
-        assert compare("Sluice", engine.logits(ids), expected).relative_l2 <= 1e-4
+    assert_transformers(model, "GptOssForCausalLM", config, state, llamacpp=True)

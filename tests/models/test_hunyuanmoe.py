@@ -6,24 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import plain_decoder as plain
-import pytest
-from engine.harness import opened
-from family_file import FamilyFile, FamilyModel
-from oracles import transformers_causal
-from parity import (
-    N,
-    assert_parity,
-    assert_sessions_start_afresh,
-    assert_streamed_is_resident,
-    batch_parity,
-    compare,
-    greedy_pair,
-    logits_parity,
-    token_ids,
-    weight_of_tensors,
-)
+from family_file import FamilyFile
+from family_tests import RefusalTests
+from parity import assert_transformers
 from plain_decoder import BLOCKS_OF_256, Sizes
-from refusals import assert_spoilt_metadata_is_refused, assert_spoilt_tensors_are_refused
 from tiny import T
 
 
@@ -57,57 +43,22 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def written(folder: Path, options: dict[str, Any]) -> FamilyModel:
-    """The file of `options`, in two shards."""
-    return hunyuanmoe(**options)[0].write(folder / "m.gguf", split=2)
+class TestHunyuanMoe(RefusalTests):
+    FLOAT32, QUANTISED = FLOAT32, QUANTISED
+    OPTIONAL = OPTIONAL
+    GREEDY = FLOAT32["one head of keys"]
 
+    @staticmethod
+    def make(**options: Any) -> FamilyFile:
+        return hunyuanmoe(**options)[0]
 
-def small() -> FamilyFile:
-    return hunyuanmoe(n_layers=2, n_expert=4, top_k=2)[0]
-
-
-@pytest.mark.parametrize("name", FLOAT32)
-def test_float32_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, FLOAT32[name])
-    assert_parity([*logits_parity(model, float32=True), batch_parity(model, float32=True)], float32=True)
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, QUANTISED[name])
-    assert_parity([*logits_parity(model, float32=False), batch_parity(model, float32=False)], float32=False)
-
-
-def test_greedy_tokens_are_those_of_llamacpp(tmp_path: Path) -> None:
-    ours, theirs = greedy_pair(written(tmp_path, FLOAT32["one head of keys"]))
-    assert ours == theirs and len(set(ours)) > 8
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_streamed_bits_are_the_resident_ones(tmp_path: Path, name: str) -> None:
-    assert_streamed_is_resident(written(tmp_path, QUANTISED[name]))
-
-
-def test_nothing_of_a_request_is_left_for_the_next(tmp_path: Path) -> None:
-    assert_sessions_start_afresh(written(tmp_path, QUANTISED["Q8_0"]))
-
-
-def test_every_tensor_matters(tmp_path: Path) -> None:
-    changes = weight_of_tensors(small(), tmp_path)
-    assert all(change > 0.02 for change in changes.values()), changes
-
-
-def test_a_tensor_that_is_missing_misshapen_or_unknown_is_named(tmp_path: Path) -> None:
-    assert_spoilt_tensors_are_refused(small, tmp_path, may_lack=lambda it: it == "output.weight")
-
-
-def test_metadata_that_is_missing_or_disagrees_with_the_tensors_is_refused(tmp_path: Path) -> None:
-    assert_spoilt_metadata_is_refused(small, tmp_path, optional=OPTIONAL)
+    def small(self) -> FamilyFile:
+        return self.make(n_layers=2, n_expert=4, top_k=2)
 
 
 def test_agrees_with_transformers(tmp_path: Path) -> None:
     file, s = hunyuanmoe(n_ff_shared=32)  # there as wide as an expert
-    model, ids = file.write(tmp_path / "m.gguf"), token_ids(N)
+    model = file.write(tmp_path / "m.gguf")
     names = {f"ffn_{part}_shexp.weight": f"mlp.shared_mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     names |= {
         "ffn_gate_inp.weight": "mlp.gate.wg.weight",
@@ -120,6 +71,4 @@ def test_agrees_with_transformers(tmp_path: Path) -> None:
         "intermediate_size": s.n_ff, "head_dim": s.head_dim, "num_experts": s.n_expert, "moe_topk": s.top_k
     }  # fmt: skip
     state = plain.transformers_state(model.weights, s.n_layers, names)
-    expected = transformers_causal("HunYuanMoEV1ForCausalLM", config, state, ids)
-    with opened(model.path, kv="f32", expert_slots=model.top_k + 1) as engine:
-        assert compare("Sluice", engine.logits(ids), expected).relative_l2 <= 1e-4
+    assert_transformers(model, "HunYuanMoEV1ForCausalLM", config, state)

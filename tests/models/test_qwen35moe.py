@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import pytest
-from engine.harness import opened
-from family_file import FamilyFile, FamilyModel
-from oracles import llamacpp_logits, transformers_causal
-from parity import (
-    N,
-    assert_parity,
-    assert_sessions_start_afresh,
-    assert_skipped_tensors_change_nothing,
-    assert_streamed_is_resident,
-    batch_parity,
-    compare,
-    greedy_pair,
-    logits_parity,
-    long_parity,
-    token_ids,
-    weight_of_tensors,
-)
-from refusals import assert_spoilt_metadata_is_refused, assert_spoilt_tensors_are_refused
+from family_file import FamilyFile
+from family_tests import LongContextTests, Options, RefusalTests, SkippedBlockTests
+from parity import assert_transformers
 from tiny import T
 
 EPS = 1e-6
@@ -151,67 +135,30 @@ QUANTISED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def written(folder: Path, options: dict[str, Any]) -> FamilyModel:
-    """The file of `options`, in two shards."""
-    return qwen35moe(**options).write(folder / "m.gguf", split=2)
+class TestQwen35Moe(LongContextTests, SkippedBlockTests, RefusalTests):
+    FLOAT32, QUANTISED = FLOAT32, QUANTISED
+    GREEDY = FLOAT32["skipped block"]
+    LONG: ClassVar[Options] = {"n_layers": 2, "interval": 2}
+    OPTIONAL = frozenset(
+        {
+            "vocab_size", "rope.freq_base", "attention.value_length", "expert_feed_forward_length",
+            "rope.dimension_sections",
+        }
+    )  # fmt: skip
 
+    @staticmethod
+    def make(**options: Any) -> FamilyFile:
+        return qwen35moe(**options)
 
-@pytest.mark.parametrize("name", FLOAT32)
-def test_float32_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, FLOAT32[name])
-    assert_parity([*logits_parity(model, float32=True), batch_parity(model, float32=True)], float32=True)
+    def small(self) -> FamilyFile:
+        """Layers of each kind, and the block that is skipped."""
+        return qwen35moe(n_layers=2, interval=2, mtp=True, n_expert=4, top_k=2)
 
+    def small_for_keys(self) -> FamilyFile:
+        return qwen35moe(n_layers=3, interval=2, mtp=True, n_expert=4, top_k=2)
 
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_agrees_with_llamacpp(tmp_path: Path, name: str) -> None:
-    model = written(tmp_path, QUANTISED[name])
-    assert_parity([*logits_parity(model, float32=False), batch_parity(model, float32=False)], float32=False)
-
-
-def test_long_context_agrees_with_llamacpp(tmp_path: Path) -> None:
-    assert_parity([long_parity(written(tmp_path, {"n_layers": 2, "interval": 2}))], float32=True)
-
-
-def test_greedy_tokens_are_those_of_llamacpp(tmp_path: Path) -> None:
-    ours, theirs = greedy_pair(written(tmp_path, FLOAT32["skipped block"]))
-    assert ours == theirs and len(set(ours)) > 8
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_streamed_bits_are_the_resident_ones(tmp_path: Path, name: str) -> None:
-    assert_streamed_is_resident(written(tmp_path, QUANTISED[name]))
-
-
-def test_nothing_of_a_request_is_left_for_the_next(tmp_path: Path) -> None:
-    assert_sessions_start_afresh(written(tmp_path, QUANTISED["Q8_0"]))
-
-
-def test_the_block_for_the_token_after_the_next_changes_nothing(tmp_path: Path) -> None:
-    model, without = (qwen35moe(mtp=mtp).write(tmp_path / f"{mtp}.gguf") for mtp in (True, False))
-    assert_skipped_tensors_change_nothing(model, without)
-
-
-def test_every_tensor_matters_except_those_of_the_skipped_block(tmp_path: Path) -> None:
-    changes = weight_of_tensors(qwen35moe(n_layers=2, interval=2, mtp=True), tmp_path)
-    assert {name for name, change in changes.items() if change == 0.0} == {n for n in changes if n.startswith("blk.2.")}
-    assert all(change > 0.02 for change in changes.values() if change > 0), changes
-
-
-def small(n_layers: int = 2) -> FamilyFile:
-    """Layers of each kind, and the block that is skipped."""
-    return qwen35moe(n_layers=n_layers, interval=2, mtp=True, n_expert=4, top_k=2)
-
-
-def test_a_tensor_that_is_missing_misshapen_or_unknown_is_named(tmp_path: Path) -> None:
-    assert_spoilt_tensors_are_refused(
-        small, tmp_path, may_lack=lambda name: name == "output.weight", skipped=lambda name: name.startswith("blk.2.")
-    )
-
-
-def test_metadata_that_is_missing_or_disagrees_with_the_tensors_is_refused(tmp_path: Path) -> None:
-    optional = {"vocab_size", "rope.freq_base", "attention.value_length"}
-    optional |= {"expert_feed_forward_length", "rope.dimension_sections"}
-    assert_spoilt_metadata_is_refused(lambda: small(3), tmp_path, optional=optional)
+    def weighed(self) -> FamilyFile:
+        return qwen35moe(n_layers=2, interval=2, mtp=True)
 
 
 # --- transformers
@@ -310,9 +257,5 @@ def transformers_config(file: FamilyFile) -> dict[str, Any]:
 def test_agrees_with_transformers(tmp_path: Path) -> None:
     file = qwen35moe()
     model = file.write(tmp_path / "m.gguf")
-    ids = token_ids(N)
     config, state = transformers_config(file), transformers_state(file, model.weights)
-    expected = transformers_causal("Qwen3_5MoeForCausalLM", config, state, ids)
-    assert compare("llama.cpp", llamacpp_logits(model.path, ids), expected).relative_l2 <= 1e-4
-    with opened(model.path, kv="f32", expert_slots=model.top_k + 1) as engine:
-        assert compare("Sluice", engine.logits(ids), expected).relative_l2 <= 1e-4
+    assert_transformers(model, "Qwen3_5MoeForCausalLM", config, state, llamacpp=True)
