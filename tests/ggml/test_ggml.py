@@ -89,6 +89,9 @@ REFUSED: dict[str, Callable[[Context], Any]] = {
     "top 0": lambda c: c.top_k(a(c), 0),
     "swiglu shapes": lambda c: c.swiglu(a(c), c.tensor(F32, 32, 8)),
     "swiglu types": lambda c: c.swiglu(a(c, F16), a(c, F16)),
+    "geglu shapes": lambda c: c.geglu(a(c), c.tensor(F32, 32, 8)),
+    "geglu types": lambda c: c.geglu(a(c, F16), a(c, F16)),
+    "tanh layout": lambda c: c.tanh(c.permute(a(c), 1, 0, 2, 3)),
     "get_rows types": lambda c: c.get_rows(a(c), c.tensor(I64, 4)),
     "get_rows planes": lambda c: c.get_rows(c.tensor(F32, 64, 8, 2), c.tensor(I32, 4)),
     "set_rows count": lambda c: c.set_rows(a(c), c.tensor(F32, 64, 3), c.tensor(I64, 4)),
@@ -318,6 +321,20 @@ def test_routing_operations(c: Context) -> None:
     shifted = np.exp(scores - scores.max(axis=1, keepdims=True))
     np.testing.assert_allclose(probabilities, shifted / shifted.sum(axis=1, keepdims=True), rtol=1e-5)
     np.testing.assert_array_equal(best, -np.sort(-scores, axis=1)[:, :3])
+
+
+def test_gelu_is_the_one_with_tanh() -> None:
+    gate = np.linspace(-12, 12, 5 * 64, dtype=np.float32).reshape(5, 64)
+    up = np.random.default_rng(5).standard_normal((5, 64), dtype=np.float32)
+    with Place(1) as place:
+        c, tensors = place.c, [place.tensor(F32, x, 64, 5) for x in (gate, up)]
+        found = place.compute(c.geglu(*tensors)).reshape(5, 64)
+        bent = place.compute(c.tanh(tensors[0])).reshape(5, 64)
+    half = gate.astype(np.float16).astype(np.float64)  # ggml's table has the values of half-precision floats, as such
+    gelu = 0.5 * half * (1 + np.tanh((2 / np.pi) ** 0.5 * (half + 0.044715 * half**3)))
+    looked_up = np.where(np.abs(gate) < 10, gelu.astype(np.float16), np.maximum(gate, 0))
+    np.testing.assert_allclose(found, looked_up * up, rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(bent, np.tanh(gate), rtol=1e-5)
 
 
 # --- finding the libraries

@@ -267,6 +267,9 @@ class Context:
         """a × sigmoid(a)."""
         return self._unary("silu", a)
 
+    def tanh(self, a: Tensor) -> Tensor:
+        return self._unary("tanh", a)
+
     def softplus(self, a: Tensor) -> Tensor:
         """log(1 + exp(a))."""
         return self._unary("softplus", a)
@@ -315,12 +318,19 @@ class Context:
         shape = (w.shape[1], ids.shape[0], x.shape[2])
         return self._new(self.library.ggml_mul_mat_id(self._ptr, w.ptr, x.ptr, ids.ptr), GgmlType.F32, shape)
 
+    def _gated(self, name: str, gate: Tensor, up: Tensor) -> Tensor:
+        fits = gate.shape == up.shape and gate.type == up.type == GgmlType.F32
+        _need(fits, lambda: f"no {name} of {gate!r} and {up!r}")
+        p = getattr(self.library, f"ggml_{name}_split")(self._ptr, gate.ptr, up.ptr)
+        return self._new(p, gate.type, gate.shape)
+
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) × up."""
-        _need(
-            gate.shape == up.shape and gate.type == up.type == GgmlType.F32, lambda: f"no swiglu of {gate!r} and {up!r}"
-        )
-        return self._new(self.library.ggml_swiglu_split(self._ptr, gate.ptr, up.ptr), gate.type, gate.shape)
+        return self._gated("swiglu", gate, up)
+
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) × up, in its form with tanh, whose values ggml looks up in a table of half-precision floats."""
+        return self._gated("geglu", gate, up)
 
     def swiglu_oai(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
         """g × sigmoid(alpha × g) × (u + 1), g = min(gate, limit), u clamped to ± limit."""

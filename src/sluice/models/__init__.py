@@ -9,6 +9,7 @@ from sluice.models.bailingmoe3 import BailingMoe3
 from sluice.models.blocks import Family
 from sluice.models.deepseek2 import DeepSeek2
 from sluice.models.ernie45moe import Ernie45Moe
+from sluice.models.gemma4 import Gemma4
 from sluice.models.glm4moe import Glm4Moe
 from sluice.models.gpt_oss import GptOss
 from sluice.models.granitemoe import GraniteMoe
@@ -42,6 +43,7 @@ FAMILIES: dict[str, type[Family]] = {
         Ernie45Moe,
         HunyuanMoe,
         GraniteMoe,
+        Gemma4,
     )
 }
 

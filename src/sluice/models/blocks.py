@@ -11,7 +11,7 @@ from sluice.ggml import Context, GgmlType, Graph, Tensor
 from sluice.gguf import GgufFile
 from sluice.models.kv_cache import KVCache
 from sluice.models.recurrent import RecurrentState
-from sluice.models.spec import DeltaNetSpec, ModelSpec, RopeSpec, Shape
+from sluice.models.spec import DeltaNetSpec, KVShape, ModelSpec, RopeSpec, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class Family(ABC):
         """What the layer's router and experts (or its dense network) read: `x` after their norm."""
         return norm(c, x, self.weights[f"blk.{layer}.{self.ffn_norm}.weight"], self.spec.rms_eps)
 
-    def router(self, c: Context, layer: int, normed: Tensor) -> Tensor:
-        """Router logits [n_expert, n_tokens]."""
+    def router(self, c: Context, layer: int, x: Tensor, normed: Tensor) -> Tensor:
+        """Router logits [n_expert, n_tokens]. `normed` is what the experts read."""
         b = f"blk.{layer}.ffn_gate_inp."
         return linear(c, normed, self.weights[b + "weight"], self.weights.get(b + "bias"))
 
@@ -112,20 +112,25 @@ class Family(ABC):
             wanted = within_groups(c, wanted, self.spec.n_groups, self.spec.n_groups_used)
         return scores, c.top_k(wanted, k)
 
-    def routing_weights(self, c: Context, scores: Tensor, ids: Tensor) -> Tensor:
+    def routing_weights(self, c: Context, layer: int, scores: Tensor, ids: Tensor) -> Tensor:
         """Weights [1, k, n_tokens] of the chosen `ids` [k, n_tokens]."""
         return chosen_weights(c, self.spec, scores, ids)
 
-    def shared(self, c: Context, layer: int, normed: Tensor) -> Tensor:
+    def shared(self, c: Context, layer: int, x: Tensor, normed: Tensor) -> Tensor:
         """What the layer's shared experts add [n_embd, n_tokens]; called where the spec has some (`n_ff_shared`).
 
-        They stand behind a sigmoid gate, one number a token, where the layer has one.
+        `normed` is what the routed experts read. They stand behind a sigmoid gate, one number a token, where the layer
+        has one.
         """
         out = swiglu_ffn(c, self.weights, f"blk.{layer}.ffn_{{}}_shexp.weight", normed)
         gate = self.weights.get(f"blk.{layer}.ffn_gate_inp_shexp.weight")
         if gate is not None:
             out = c.mul(out, c.sigmoid(c.mul_mat(c.reshape(gate, self.spec.n_embd, 1), normed)))
         return scaled(c, out, self.spec.scales.residual)
+
+    def combined(self, c: Context, layer: int, x: Tensor, routed: Tensor, shared: Tensor | None) -> Tensor:
+        """`x` plus what a layer's `routed` experts, in sum, and its `shared` ones give."""
+        return c.add(x, routed if shared is None else c.add(routed, shared))
 
     def activation(self, c: Context, gate: Tensor, up: Tensor) -> Tensor:
         """What an expert feeds its down matrix."""
@@ -140,7 +145,8 @@ class Family(ABC):
         """Logits [n_vocab, n]."""
         h = norm(c, x, self.weights[f"{self.output_norm}.weight"], self.spec.rms_eps)
         logits = c.mul_mat(self.weights["token_embd.weight" if self.spec.tied_embeddings else "output.weight"], h)
-        return scaled(c, logits, self.spec.scales.logits)
+        logits, cap = scaled(c, logits, self.spec.scales.logits), self.spec.scales.cap
+        return c.scale(c.tanh(c.scale(logits, 1 / cap)), cap) if cap else logits
 
 
 def embedding_tensors(spec: ModelSpec, output_norm: str = Family.output_norm) -> dict[str, Shape]:
@@ -156,36 +162,36 @@ def attention_tensors(
     spec: ModelSpec, layer: int, *, head_norms: bool = False, fused: bool = False
 ) -> dict[str, Shape]:
     """Names and shapes of a layer's grouped-query attention and its norms; `fused`: queries, keys, values in one."""
-    b = f"blk.{layer}.attn_"
-    widths = {"q": spec.n_head * spec.head_dim, "k": spec.n_embd_k, "v": spec.n_embd_v}
+    b, shape = f"blk.{layer}.attn_", spec.kv_shape(layer)
+    widths = {"q": spec.n_head * shape.head_dim, "k": shape.width_k, "v": shape.width_v}
     if fused:
         widths = {"qkv": sum(widths.values())}
     tensors: dict[str, Shape] = {
         b + "norm.weight": (spec.n_embd,),
         **{f"{b}{m}.weight": (spec.n_embd, width) for m, width in widths.items()},
-        b + "output.weight": (spec.n_head * spec.head_dim_v, spec.n_embd),
+        b + "output.weight": (spec.n_head * shape.head_dim_v, spec.n_embd),
     }
     return tensors | head_norm_tensors(spec, layer) if head_norms else tensors
 
 
 def head_norm_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     """Names and shapes of norms of each head of q and k."""
-    return {f"blk.{layer}.attn_{part}_norm.weight": (spec.head_dim,) for part in "qk"}
+    return {f"blk.{layer}.attn_{part}_norm.weight": (spec.kv_shape(layer).head_dim,) for part in "qk"}
 
 
 def width_norm_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     """Names and shapes of norms of q and k over all heads together."""
-    b = f"blk.{layer}.attn_"
-    return {b + "q_norm.weight": (spec.n_head * spec.head_dim,), b + "k_norm.weight": (spec.n_embd_k,)}
+    b, shape = f"blk.{layer}.attn_", spec.kv_shape(layer)
+    return {b + "q_norm.weight": (spec.n_head * shape.head_dim,), b + "k_norm.weight": (shape.width_k,)}
 
 
 def attention_biases(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     """Names and shapes of the biases that some files have."""
-    b = f"blk.{layer}.attn_"
+    b, shape = f"blk.{layer}.attn_", spec.kv_shape(layer)
     return {
-        b + "q.bias": (spec.n_head * spec.head_dim,),
-        b + "k.bias": (spec.n_embd_k,),
-        b + "v.bias": (spec.n_embd_v,),
+        b + "q.bias": (spec.n_head * shape.head_dim,),
+        b + "k.bias": (shape.width_k,),
+        b + "v.bias": (shape.width_v,),
         b + "output.bias": (spec.n_embd,),
     }
 
@@ -270,10 +276,10 @@ def rotate(c: Context, x: Tensor, positions: Tensor, rope: RopeSpec, factors: Te
     )  # fmt: skip
 
 
-def split_qkv(c: Context, spec: ModelSpec, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(c: Context, n_head: int, shape: KVShape, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The queries, keys (views) and values (a copy) [head_dim, heads, n] in the columns of `qkv`."""
-    at, parts, n_kv = 0, [], spec.n_head_kv
-    for n_heads, dim in ((spec.n_head, spec.head_dim), (n_kv, spec.head_dim), (n_kv, spec.head_dim_v)):
+    at, parts, n_kv = 0, [], shape.n_head_kv
+    for n_heads, dim in ((n_head, shape.head_dim), (n_kv, shape.head_dim), (n_kv, shape.head_dim_v)):
         parts.append(c.view(qkv, (dim, n_heads, qkv.shape[1]), (4 * dim, qkv.strides[1]), 4 * at))
         at += n_heads * dim
     return parts[0], parts[1], c.cont(parts[2])
@@ -289,10 +295,10 @@ def grouped_attention(
     file has them. A norm is taken over each head, or over all together if it is as wide as they; with `rope_first`,
     over each head after its rotation.
     """
-    b, n = f"blk.{layer}.attn_", h.shape[1]
+    b, n, shape = f"blk.{layer}.attn_", h.shape[1], spec.kv_shape(layer)
     factors, fused = weights.get("rope_freqs.weight"), weights.get(b + "qkv.weight")
     if fused is not None:
-        q, k, v = split_qkv(c, spec, c.mul_mat(fused, h))
+        q, k, v = split_qkv(c, spec.n_head, shape, c.mul_mat(fused, h))
     else:
         q, k, v = (linear(c, h, weights[f"{b}{m}.weight"], weights.get(f"{b}{m}.bias")) for m in "qkv")
 
@@ -301,14 +307,14 @@ def grouped_attention(
         if scale is not None and scale.shape[0] == y.shape[0] and not rope_first:
             y, scale = norm(c, y, scale, spec.rms_eps), None
         if fused is None:
-            y = c.reshape(y, spec.head_dim, n_heads, n)
+            y = c.reshape(y, shape.head_dim, n_heads, n)
         if scale is not None and not rope_first:
             y, scale = norm(c, y, scale, spec.rms_eps), None
-        y = rotate(c, y, inputs.positions, spec.rope, factors)
+        y = rotate(c, y, inputs.positions, spec.rope_of(layer), factors)
         return y if scale is None else norm(c, y, scale, spec.rms_eps)
 
-    q, k = rotated(q, "q", spec.n_head), rotated(k, "k", spec.n_head_kv)
-    scale = spec.scales.scores or spec.head_dim**-0.5
+    q, k = rotated(q, "q", spec.n_head), rotated(k, "k", shape.n_head_kv)
+    scale = spec.scales.scores or shape.head_dim**-0.5
     out = attend(c, layer, q, k, v, inputs, scale, weights.get(b + "sinks.weight"))
     return linear(c, out, weights[b + "output.weight"], weights.get(b + "output.bias"))
 
@@ -324,9 +330,10 @@ def attend(
     """
     n = q.shape[2]
     cache, graph, spec = inputs.cache, inputs.graph, inputs.cache.spec
-    k, v = c.reshape(k, spec.n_embd_k, n), None if v is None else c.reshape(v, spec.n_embd_v, n)
+    shape = spec.kv_shape(layer)
+    k, v = c.reshape(k, shape.width_k, n), None if v is None else c.reshape(v, shape.width_v, n)
     graph.add(*cache.write(c, layer, k, v, inputs.rows))
-    width = spec.n_head * spec.head_dim_v
+    width = spec.n_head * shape.head_dim_v
 
     def one(segment: Segment) -> Tensor:
         part = q

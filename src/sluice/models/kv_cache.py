@@ -22,14 +22,17 @@ def padded(n: int) -> int:
 
 def kv_bytes(spec: ModelSpec, library: Library, types: tuple[GgmlType, GgmlType], n_ctx: int, n_streams: int) -> int:
     """Bytes that a cache of `n_streams` × `n_ctx` positions takes."""
-    rows = padded(n_ctx) * n_streams
-    sizes = (row_bytes(library, type, width) for type, width in zip(types, _widths(spec), strict=True) if width)
-    return len(spec.attending) * sum(_aligned(size * rows) for size in sizes)
+    rows, total = padded(n_ctx) * n_streams, 0
+    for layer in spec.attending:
+        for type, width in zip(types, _widths(spec, layer), strict=True):
+            total += _aligned(row_bytes(library, type, width) * rows) if width else 0
+    return total
 
 
-def _widths(spec: ModelSpec) -> tuple[int, int]:
-    """Numbers kept of a position: keys and values."""
-    return spec.n_embd_k, 0 if spec.values_in_keys else spec.n_embd_v
+def _widths(spec: ModelSpec, layer: int) -> tuple[int, int]:
+    """Numbers that a layer keeps of a position: keys and values."""
+    shape = spec.kv_shape(layer)
+    return shape.width_k, 0 if spec.values_in_keys else shape.width_v
 
 
 def _aligned(n: int) -> int:
@@ -51,7 +54,7 @@ class KVCache:
         self._v: dict[int, Tensor] = {}
         at, rows = 0, self.n_ctx * n_streams
         for layer in spec.attending:
-            for tensors, type, width in zip((self._k, self._v), types, _widths(spec), strict=True):
+            for tensors, type, width in zip((self._k, self._v), types, _widths(spec, layer), strict=True):
                 if width:
                     tensors[layer] = tensor = self._context.tensor(type, width, rows)
                     self._buffer.place(tensor, at)
@@ -64,18 +67,17 @@ class KVCache:
         self.close()
 
     def write(self, c: Context, layer: int, k: Tensor, v: Tensor | None, rows: Tensor) -> list[Tensor]:
-        """Nodes that store `k` [n_embd_k, n], `v` [n_embd_v, n] (none if they are in the keys) at `rows` [n] (I64)."""
+        """Nodes that store `k` [width_k, n], `v` [width_v, n] (none if they are in the keys) at `rows` [n] (I64)."""
         nodes = [c.set_rows(self._k[layer], k, rows)]
         return nodes if v is None else [*nodes, c.set_rows(self._v[layer], v, rows)]
 
     def read(self, c: Context, layer: int, stream: int, first: int, n_kv: int) -> tuple[Tensor, Tensor]:
         """Views of a stream's positions [first, first + n_kv): [head_dim, n_kv, n_head_kv] each."""
-        spec = self.spec
-        views = []
-        for tensor, dim in ((self._k[layer], spec.head_dim), (self._v.get(layer, self._k[layer]), spec.head_dim_v)):
+        shape, views = self.spec.kv_shape(layer), []
+        for tensor, dim in ((self._k[layer], shape.head_dim), (self._v.get(layer, self._k[layer]), shape.head_dim_v)):
             row, head = tensor.strides[1], row_bytes(c.library, tensor.type, dim)
             at = (stream * self.n_ctx + first) * row
-            views.append(c.view(tensor, (dim, n_kv, spec.n_head_kv), (row, head), at))
+            views.append(c.view(tensor, (dim, n_kv, shape.n_head_kv), (row, head), at))
         return views[0], views[1]
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,24 @@ class RopeSpec:
     beta_fast: float
     beta_slow: float
     n_ctx_orig: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a layer's attention keeps of a position: `n_head_kv` heads of keys and of values."""
+
+    n_head_kv: int
+    head_dim: int
+    head_dim_v: int
+
+    @property
+    def width_k(self) -> int:
+        """Numbers of a token's keys over all heads."""
+        return self.head_dim * self.n_head_kv
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v * self.n_head_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +95,16 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class ScaleSpec:
-    """What a family multiplies by where others don't. `scores` of attention: 0 stands for 1 / sqrt(head_dim)."""
+    """What a family multiplies by where others don't. `scores` of attention: 0 stands for 1 / sqrt(head_dim).
+
+    `cap`: logits are squeezed into ± cap by tanh, 0 where they are not.
+    """
 
     embedding: float = 1.0
     residual: float = 1.0  # what a layer adds, before it is added; of routed experts through `weights_scale`
     scores: float = 0.0
     logits: float = 1.0
+    cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +140,8 @@ class ModelSpec:
     n_ff_shared: int = 0  # width of the shared experts together, 0 where there are none
     window: int = 0  # positions that the layers of `windowed` look back, their own included
     windowed: tuple[int, ...] = ()
+    near_rope: RopeSpec | None = None  # of the layers of `windowed`, where it is another than the others'
+    kv_shapes: Mapping[int, KVShape] = field(default_factory=dict)  # of layers whose heads are other than the model's
     values_in_keys: bool = False  # a position's values are the first numbers of its keys: none are kept beside them
     recurrent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # layer -> numbers of each of its states
     delta: DeltaNetSpec | None = None
@@ -132,25 +156,24 @@ class ModelSpec:
         """Layers that keep keys and values."""
         return tuple(i for i in range(self.n_layers) if i not in self.recurrent)
 
+    def kv_shape(self, layer: int) -> KVShape:
+        """What the attention of `layer` keeps of a position."""
+        return self.kv_shapes.get(layer) or KVShape(self.n_head_kv, self.head_dim, self.head_dim_v)
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        return self.near_rope if self.near_rope and layer in self.windowed else self.rope
+
+    @property
+    def kv_shapes_used(self) -> set[KVShape]:
+        """The shapes of all layers that attend."""
+        return {self.kv_shape(layer) for layer in self.attending}
+
     @property
     def mixer_width(self) -> int:
         """The widest output of a layer's attention, before its projection."""
+        attended = self.n_head * max((shape.head_dim_v for shape in self.kv_shapes_used), default=0)
         convolved = self.n_embd if self.short_conv else 0
-        return max(self.n_head * self.head_dim_v, self.delta.value_dim if self.delta else 0, convolved)
-
-    @property
-    def most_top_k(self) -> int:
-        """The most experts that a token can choose in a layer."""
-        return self.n_expert // self.n_groups * self.n_groups_used
-
-    @property
-    def n_embd_k(self) -> int:
-        """Width of a token's keys over all KV heads."""
-        return self.head_dim * self.n_head_kv
-
-    @property
-    def n_embd_v(self) -> int:
-        return self.head_dim_v * self.n_head_kv
+        return max(attended, self.delta.value_dim if self.delta else 0, convolved)
 
 
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # by the numbers that files name them with
@@ -179,6 +202,11 @@ class Metadata:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.fail(key, f"is {str(value)[:60]!r}, not a whole number from {low} to {high}")
         return value
+
+    def n_layers(self) -> int:
+        """The model's own layers; those for multi-token prediction come after them."""
+        n = self.integer("block_count", high=4096)
+        return n - self.integer("nextn_predict_layers", 0, low=0, high=n - 1)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
@@ -241,6 +269,19 @@ class Metadata:
             raise self.fail("expert_group_used_count", f"is {used}: these groups have fewer than {top_k} experts")
         return (1, 1) if used == n else (n, used)
 
+    def rotated(self, key: str, head_dim: int, default: int | None = None) -> int:
+        """How many numbers of a head are rotated."""
+        n_dims = self.integer(key, default, high=head_dim)
+        if n_dims % 2:
+            raise self.fail(key, "is odd")
+        return n_dims
+
+    def rope_base(self, key: str) -> float:
+        base = self.number(key, 10000.0)
+        if base <= 0:
+            raise self.fail(key, "is not positive")
+        return base
+
     def rope(self, head_dim: int, n_ctx_train: int, *, neox: bool) -> RopeSpec:
         """Rope parameters with llama.cpp's defaults for what a file leaves out."""
         kind = self.get("rope.scaling.type", "linear")
@@ -249,16 +290,10 @@ class Metadata:
         factor = self.number("rope.scaling.factor", 0.0) or self.number("rope.scale_linear", 0.0)
         if factor < 0:
             raise self.fail("rope.scaling.factor", "is negative")
-        base = self.number("rope.freq_base", 10000.0)
-        if base <= 0:
-            raise self.fail("rope.freq_base", "is not positive")
-        n_dims = self.integer("rope.dimension_count", head_dim, high=head_dim)
-        if n_dims % 2:
-            raise self.fail("rope.dimension_count", "is odd")
         return RopeSpec(
-            n_dims=n_dims,
+            n_dims=self.rotated("rope.dimension_count", head_dim, head_dim),
             neox=neox,
-            freq_base=base,
+            freq_base=self.rope_base("rope.freq_base"),
             freq_scale=1.0 / factor if factor and kind != "none" else 1.0,
             ext_factor=self.number("rope.scaling.yarn_ext_factor", 1.0) if kind == "yarn" else 0.0,
             attn_factor=self.number("rope.scaling.attn_factor", 1.0),
@@ -268,16 +303,18 @@ class Metadata:
         )
 
 
-def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool, some_without_keys: bool = False) -> ModelSpec:
+def decoder_spec(
+    file: GgufFile, *, neox: bool, normalise_weights: bool, some_without_keys: bool = False,
+    apart: Collection[int] = (),
+) -> ModelSpec:  # fmt: skip
     """The spec of a plain pre-norm decoder with softmax routing, whose keys all such families share.
 
-    `some_without_keys`: a list of the layers' KV heads may say of some that they have none.
+    `some_without_keys`: a list of the layers' KV heads may say of some that they have none. `apart`: layers whose heads
+    are of another kind, which the caller sees to.
     Raises ModelFileError for a missing, impossible or contradictory hyper-parameter, and for a dense model.
     """
     meta = Metadata(file)
-    n_layers = meta.integer("block_count", high=4096)
-    # layers for multi-token prediction come after the model's own
-    n_layers -= meta.integer("nextn_predict_layers", 0, low=0, high=n_layers - 1)
+    n_layers = meta.n_layers()
     moe_layers = tuple(i for i in range(n_layers) if file.expert_parts(i) is not None)
     if not moe_layers:
         raise ModelFileError(
@@ -291,7 +328,7 @@ def decoder_spec(file: GgufFile, *, neox: bool, normalise_weights: bool, some_wi
     n_embd, n_head = meta.integer("embedding_length"), meta.integer("attention.head_count", high=4096)
     low = 0 if some_without_keys else 1
     each = meta.per_layer("attention.head_count_kv", n_layers, n_head, low=low, high=n_head)
-    n_head_kv, *others = sorted({*each} - {0} or {0})
+    n_head_kv, *others = sorted({n for i, n in enumerate(each) if i not in apart} - {0} or {0})
     if others:
         raise meta.fail("attention.head_count_kv", f"is {n_head_kv} in some layers and {others[0]} in others")
     if not n_head_kv or n_head % n_head_kv:
