@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.errors import InputError
-from sluice.experts.policies import POLICIES
+from sluice.experts.policies import AUTO, POLICIES
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 KV_TYPE_NAMES = ("f16", "f32", "q8_0", "q4_0")
@@ -60,8 +60,11 @@ class EngineConfig:
     `expert_slots` sets the pool directly; `ram`, if given too, must hold it. `overlap=False` waits for all of a
     layer's experts before computing any. `read_rate` emulates a disk of that many bytes a second. `ggml` names a
     folder with other ggml libraries. `reader` is how experts are read: by io_uring, by `io_threads` threads, or
-    what suits best (auto). None of these changes the output: `kv` (f16 or another type, "K,V" for two)
-    and `routing` do, and `top_k_experts`, which replaces the model's own number of experts a token takes in a layer.
+    what suits best (auto). `trace` names a file to record routes in, with the scores of all experts if `trace_scores`;
+    one that exists is refused unless `trace_force`. `plan` names a plan file, whose experts are loaded at the start and
+    whose policy stands in for `policy`. None of these changes the output: `kv` (f16 or another type, "K,V"
+    for two) and `routing` do, and `top_k_experts`, which replaces the model's own number of experts a token takes in a
+    layer.
     """
 
     ram: int | None = None
@@ -69,7 +72,7 @@ class EngineConfig:
     ctx: int | None = None
     threads: int | None = None
     kv: str = "f16"
-    policy: str = "lru"
+    policy: str = AUTO
     routing: str = "exact"
     top_k_experts: int | None = None
     prefetch: bool = True
@@ -80,6 +83,10 @@ class EngineConfig:
     read_rate: int | None = None
     ggml: Path | None = None
     poison: bool = False
+    trace: Path | None = None
+    trace_scores: bool = False
+    trace_force: bool = False
+    plan: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("ram", "expert_slots", "ctx", "threads", "top_k_experts", "read_rate", "streams", "io_threads"):
@@ -89,6 +96,12 @@ class EngineConfig:
             if (whole := _whole(value)) < 1:
                 raise InputError(f"{name} is {value!r}: give a whole number of at least 1")
             object.__setattr__(self, name, whole)  # numpy's integers overflow
+        if self.trace is not None:
+            object.__setattr__(self, "trace", Path(self.trace))
+        elif self.trace_scores or self.trace_force:
+            raise InputError("trace_scores and trace_force are for a trace: give trace a file too")
+        if self.plan is not None:
+            object.__setattr__(self, "plan", Path(self.plan))
         if not isinstance(self.kv, str):
             raise InputError(f"kv is {self.kv!r}: give the name of a type")
         if self.threads is not None and self.threads > 512:
@@ -99,8 +112,8 @@ class EngineConfig:
             raise InputError(f"reader {self.reader!r} is unknown: choose from {', '.join(READERS)}")
         if self.routing not in ROUTINGS:
             raise InputError(f"routing {self.routing!r} is unknown: choose from {', '.join(ROUTINGS)}")
-        if self.policy not in POLICIES:
-            raise InputError(f"policy {self.policy!r} is unknown: choose from {', '.join(sorted(POLICIES))}")
+        if self.policy not in (AUTO, *POLICIES):
+            raise InputError(f"policy {self.policy!r} is unknown: choose from {AUTO}, {', '.join(sorted(POLICIES))}")
         for name in self.kv_names:
             if name not in KV_TYPE_NAMES:
                 raise InputError(f"kv type {name!r} is unknown: choose from {', '.join(KV_TYPE_NAMES)}, or K,V")

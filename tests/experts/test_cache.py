@@ -67,6 +67,15 @@ def test_all_keys_are_pinned_before_a_victim_is_chosen() -> None:
     count(cache, demands=6, hits=1, misses=5, evictions=2)
 
 
+def test_use_follows_the_order_of_the_keys_whatever_was_resident() -> None:
+    """Which makes LRU a stack algorithm: a larger cache holds what a smaller one holds."""
+    for warm in ([], [B], [A, C], [A, B, C]):
+        cache = ExpertCache(5, LRU())
+        demand(cache, *warm, D)
+        demand(cache, A, B, C)
+        assert cache.policy.victims(4, lambda key: True) == [D, A, B, C], warm
+
+
 @pytest.mark.parametrize("experts", [(1, 2, 3), (0, 1, 2, 3), (4, 5, 6, 7, 8)])
 def test_cache_full_changes_nothing(experts: tuple[int, ...]) -> None:
     cache = ExpertCache(4, LRU(), reserve=1)
@@ -291,9 +300,9 @@ def test_reset_inflight() -> None:
     demand(cache, *keys(5, 6, 7, 8, 9))
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "cyclic"])
+@pytest.mark.parametrize("name", ["lru", "lfu", "lfru", "s3fifo", "arc", "cyclic"])
 def test_a_scan_takes_as_little_of_the_working_set_as_it_can(name: str) -> None:
-    cache = ExpertCache(12, make_policy(name, n_layers=2))
+    cache = ExpertCache(12, make_policy(name, n_slots=12, n_layers=2))
     hot = [ExpertKey(layer, expert) for layer in range(2) for expert in range(4)]
     for step in range(4):
         for layer in range(2):
@@ -314,7 +323,7 @@ def test_a_scan_takes_as_little_of_the_working_set_as_it_can(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lru", "cyclic"])
 def test_repeated_scans_wider_than_the_cache_keep_a_part_of_it(name: str) -> None:
-    cache = ExpertCache(20, make_policy(name, n_layers=4))
+    cache = ExpertCache(20, make_policy(name, n_slots=20, n_layers=4))
     for step in range(5):
         for layer in range(4):
             demand(cache, *keys(*range(8), layer=layer), tick=4 * step + layer, scan=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sluice.experts.cache import CacheFull, ExpertCache
-from sluice.experts.policies import make_policy
+from sluice.experts.policies import POLICIES, make_policy
 from sluice.types import ExpertKey, Read
 
 N_LAYERS = 3
@@ -17,12 +17,11 @@ experts = st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=5)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(
-        name=st.sampled_from(["lru", "lfu", "cyclic", "pinned"]), n_slots=st.integers(1, 10), reserve=st.integers(0, 4)
-    )
+    @initialize(name=st.sampled_from(sorted(POLICIES)), n_slots=st.integers(1, 10), reserve=st.integers(0, 4))
     def start(self, name: str, n_slots: int, reserve: int) -> None:
         pinned = [ExpertKey(layer, 0) for layer in range(N_LAYERS)]
-        self.cache = ExpertCache(n_slots, make_policy(name, n_layers=N_LAYERS, pinned=pinned), reserve=reserve)
+        policy = make_policy(name, n_slots=n_slots, n_layers=N_LAYERS, pinned=pinned)
+        self.cache = ExpertCache(n_slots, policy, reserve=reserve)
         self.tick = 0
         self.reads: list[Read] = []  # in flight
         self.held: list[list[ExpertKey]] = []  # acquires to be released

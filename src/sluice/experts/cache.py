@@ -1,7 +1,7 @@
 """The expert cache: a state machine that decides which expert sits in which slot, and knows nothing of files or time.
 
-Events go in (`acquire`, `prefetch`, `complete`, …), instructions come out (`Read`s to submit, promote or cancel). The
-engine carries them out; a simulator pretends to. Both see the same slots, counters and evictions.
+Events go in (`acquire`, `prefetch`, `preload`, `complete`, …), instructions come out (`Read`s to submit, promote or
+cancel). The engine carries them out; a simulator pretends to. Both see the same slots, counters and evictions.
 
     free ──acquire/prefetch──▶ loading ──complete──▶ resident ──evicted──▶ free
                                   └──fail/drop────────────────────────────▲
@@ -13,6 +13,7 @@ One pool serves all layers. On top of its state an expert may be *pinned* (deman
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from sluice.errors import SluiceError
 from sluice.experts.counters import CacheCounters
 from sluice.experts.policies import Policy
 from sluice.types import ExpertKey, Read
+
+PRELOAD_DEADLINE = 0  # of reads that no layer waits for: all are over before the first step
 
 
 class CacheFull(SluiceError):
@@ -81,39 +84,36 @@ class ExpertCache:
     def acquire(self, keys: Sequence[ExpertKey], tick: int, *, scan: bool = False) -> Acquired:
         """Pin the distinct `keys`, which a router chose at `tick`, and start reading those that are absent.
 
-        All are pinned before any victim is chosen. A prefetch's protection ends here, unless its deadline is a later
-        tick than this. `scan` says that the keys belong to a sweep over a layer (a prefill wave), which the policy
-        keeps from flushing the working set. Raises CacheFull before changing anything.
+        All are pinned before any victim is chosen, and used in the order of `keys` once the absent ones own a slot, so
+        that the policy's view doesn't depend on what was resident. A prefetch's protection ends here, unless its
+        deadline is a later tick than this. `scan` says that the keys belong to a sweep over a layer (a prefill wave),
+        which the policy keeps from flushing the working set. Raises CacheFull before changing anything.
         """
-        entries = self._entries
-        found = [entries.get(key) for key in keys]
-        claimable = len(self._free) + self._n_evictable + self._n_yielding
-        for entry in found:
-            if entry is None or (entry.read is None and not entry.pins and not entry.binding):
-                claimable -= 1  # an absent key takes one, a resident one stops being one
-        if claimable < 0:
-            raise CacheFull(f"{len(keys)} experts lack {-claimable} of {self.n_slots} slots; raise --ram")
         assert len(set(keys)) == len(keys), "the keys of an acquire must be distinct"
+        found = list(map(self._entries.get, keys))
+        if len(self._free) + self._n_evictable < len(keys):  # it may be too many: count
+            self._check_room(found)
 
         policy, counters = self.policy, self.counters
-        touch = policy.touch
         policy.tick(tick)
-        absent: list[ExpertKey] = []
+        absent: list[int] = []  # indices into keys
         waiting: list[ExpertKey] = []
         promote: list[Read] = []
-        hits = late_hits = 0
-        for key, entry in zip(keys, found, strict=True):
+        late_hits = idle = 0
+        for i, entry in enumerate(found):
             if entry is None:
-                absent.append(key)
-                waiting.append(key)
+                absent.append(i)
+                waiting.append(keys[i])
                 continue
             if entry.read is None:
-                hits += 1
                 if not entry.pins:
-                    self._count(entry, -1)
+                    if entry.deadline is None:
+                        idle += 1  # counted below: nearly all that is hit is of this kind
+                    else:
+                        self._count(entry, -1)
             else:
                 late_hits += 1
-                waiting.append(key)
+                waiting.append(entry.key)
                 if entry.unused:
                     promote.append(entry.read)
                     counters.prefetch_late += 1
@@ -124,21 +124,35 @@ class ExpertCache:
             if entry.deadline is not None and entry.deadline <= tick:
                 entry.deadline = None
                 entry.binding = False
-            touch(key, scan)
+        self._n_evictable -= idle
 
         submit: list[Read] = []
         if absent:
-            self._make_room(len(absent))
-            for key in absent:
-                entry = self._start(key, tick, scan)
+            missing = [keys[i] for i in absent]
+            self._make_room(missing)
+            for i in absent:
+                entry, read = self._start(keys[i], tick, scan)
                 entry.pins = 1
-                touch(key, scan)
-                submit.append(entry.read)  # type: ignore[arg-type]  # just issued
+                found[i] = entry
+                submit.append(read)
+        touch = policy.touch
+        for key in keys:
+            touch(key, scan)
+        hits = len(keys) - late_hits - len(absent)
         counters.hits += hits
         counters.late_hits += late_hits
         counters.misses += len(absent)
-        slots = [entries[key].slot for key in keys]
+        slots = [entry.slot for entry in found]  # type: ignore[union-attr]  # all have one now
         return Acquired(slots, submit, promote, hits, late_hits, len(absent), waiting)
+
+    def _check_room(self, found: Sequence[_Entry | None]) -> None:
+        """Raise CacheFull unless the entries `found`, None where a key has none, can all be pinned at once."""
+        claimable = self.n_claimable
+        for entry in found:
+            if entry is None or (entry.read is None and not entry.pins and not entry.binding):
+                claimable -= 1  # an absent key takes one, a resident one stops being one
+        if claimable < 0:
+            raise CacheFull(f"{len(found)} experts lack {-claimable} of {self.n_slots} slots; raise --ram")
 
     def release(self, keys: Sequence[ExpertKey]) -> None:
         """Undo one pin of each key.
@@ -146,17 +160,28 @@ class ExpertCache:
         Pins that `fail` forgot are released first: while both a failed and a newer demand of a key are out, the newer
         one can stay pinned too long, never too short.
         """
-        for key in keys:
-            if self._forgotten and key in self._forgotten:
-                self._forgotten[key] -= 1
-                if not self._forgotten[key]:
-                    del self._forgotten[key]
-                continue
-            entry = self._entries[key]
+        entries = self._entries
+        for key in self._not_forgotten(keys) if self._forgotten else keys:
+            entry = entries[key]
             assert entry.pins > 0, f"{key} is not pinned"
             entry.pins -= 1
             if not entry.pins and entry.read is None:
-                self._count(entry, 1)
+                if entry.deadline is None:
+                    self._n_evictable += 1
+                else:
+                    self._count(entry, 1)
+
+    def _not_forgotten(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """Those of `keys` whose pins are there; one pin less is forgotten of each of the others."""
+        held: list[ExpertKey] = []
+        for key in keys:
+            if key not in self._forgotten:
+                held.append(key)
+            elif self._forgotten[key] > 1:
+                self._forgotten[key] -= 1
+            else:
+                del self._forgotten[key]
+        return held
 
     # -- prefetches --
 
@@ -183,13 +208,13 @@ class ExpertCache:
                 self._protect(entry, max(deadline, entry.deadline or deadline), binding or entry.binding)
         if not absent:
             return []
-        self._make_room(len(absent))
+        self._make_room(absent)
         reads: list[Read] = []
         for key in absent:
-            entry = self._start(key, deadline, False)
+            entry, read = self._start(key, deadline, False)
             entry.unused = True
             self._protect(entry, deadline, binding)
-            reads.append(entry.read)  # type: ignore[arg-type]  # just issued
+            reads.append(read)
         self.counters.prefetch_issued += len(reads)
         return reads
 
@@ -208,6 +233,27 @@ class ExpertCache:
             if entry.read is not None and entry.unused:
                 stale.append(entry.read)
         return stale
+
+    # -- a working set from before --
+
+    def preload(self, keys: Sequence[ExpertKey]) -> list[Read]:
+        """Start reading those of the distinct `keys` that are absent, into free slots. The policy admits them in order.
+
+        Nothing is evicted, pinned or counted: these are neither misses nor prefetches, and none can be wasted. Raises
+        CacheFull before changing anything where fewer slots are free.
+        """
+        assert len(set(keys)) == len(keys), "the keys of a preload must be distinct"
+        absent = [key for key in keys if key not in self._entries]
+        if len(absent) > len(self._free):
+            raise CacheFull(f"{len(absent)} experts to preload and {len(self._free)} free slots")
+        return [self._start(key, PRELOAD_DEADLINE, False)[1] for key in absent]
+
+    def eviction_order(self) -> list[ExpertKey]:
+        """The resident experts in the order in which the policy would give them up now. Changes nothing.
+
+        A new cache with an LRU policy that preloads them in that order goes on where this one is.
+        """
+        return deepcopy(self.policy).victims(len(self._entries), self.resident)  # a policy forgets whom it has named
 
     # -- how reads end --
 
@@ -304,28 +350,29 @@ class ExpertCache:
         elif not entry.binding:
             self._n_yielding += n
 
-    def _make_room(self, n: int) -> None:
-        """Evict until `n` slots are free. The caller has checked that it can be done."""
-        n -= len(self._free)
+    def _make_room(self, absent: Sequence[ExpertKey]) -> None:
+        """Evict until there is a free slot for each of `absent`. The caller has checked that it can be done."""
+        n = len(absent) - len(self._free)
         if n <= 0:
             return
         ordinary = min(n, self._n_evictable)
-        victims = self.policy.victims(ordinary, self._is_evictable) if ordinary else []
+        victims = self.policy.victims(ordinary, self._is_evictable, absent) if ordinary else []
         if n > ordinary:
-            victims += self.policy.victims(n - ordinary, self._is_yielding)
+            victims += self.policy.victims(n - ordinary, self._is_yielding, absent)
         assert len(victims) == n, "the policy lost track of a resident expert"
         self.counters.evictions += n
+        self._n_evictable -= ordinary
+        self._n_yielding -= n - ordinary
         for key in victims:
-            entry = self._entries[key]
-            self._count(entry, -1)
-            self._leave(entry)
+            self._leave(self._entries[key])
 
-    def _start(self, key: ExpertKey, deadline: int, scan: bool) -> _Entry:
+    def _start(self, key: ExpertKey, deadline: int, scan: bool) -> tuple[_Entry, Read]:
         slot = self._free.pop()
         self._serial += 1
-        entry = self._entries[key] = _Entry(key, slot, Read(key, slot, deadline, self._serial))
+        read = Read(key, slot, deadline, self._serial)
+        entry = self._entries[key] = _Entry(key, slot, read)
         self.policy.admit(key, scan)
-        return entry
+        return entry, read
 
     def _leave(self, entry: _Entry) -> None:
         del self._entries[entry.key]
