@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from sluice.errors import ReadError
@@ -22,6 +23,7 @@ from sluice.io.reader import Reader
 from sluice.types import ExpertKey, Read, Segment
 
 SLOT_ALIGNMENT = 4096
+PRELOAD_DEPTH = 256  # reads queued at once: enough for any reader, few enough to end soon after Ctrl-C
 
 ReaderFactory = Callable[[ModelFiles, memoryview, Callable[[Read], Sequence[Segment]]], Reader]
 
@@ -139,6 +141,10 @@ class ExpertStore:
     def pool_bytes(self) -> int:
         return self.n_slots * self.layout.stride
 
+    def expert_bytes(self, layer: int) -> int:
+        """Bytes that one expert of a layer is read in."""
+        return sum(run.n_bytes for run in self._runs[layer])
+
     def segments(self, read: Read) -> list[Segment]:
         """The byte ranges of an expert and where in the pool they go."""
         layer, expert = read.key
@@ -166,6 +172,35 @@ class ExpertStore:
             self.reader.submit(read)
         return acquired
 
+    def preload(self, keys: Sequence[ExpertKey], progress: Callable[[int, int], None] | None = None) -> int:
+        """Read the absent ones of `keys` into free slots, in the order of the disk; the bytes that were read.
+
+        `progress(done, total)` is called in bytes, also before the first read. Raises ReadError if one can't be read;
+        whatever it raises, no read is outstanding then.
+        """
+        reads = sorted(self.cache.preload(keys), key=lambda read: self.segments(read)[0][:2])  # by file and offset
+        total = sum(self.expert_bytes(read.key.layer) for read in reads)
+        done, waiting, n_begun, n_ended = 0, iter(reads), 0, 0
+        try:
+            while n_ended < len(reads):
+                if progress is not None:
+                    progress(done, total)
+                for read in islice(waiting, n_ended + PRELOAD_DEPTH - n_begun):
+                    self.reader.submit(read)
+                    n_begun += 1
+                for read, error in self.reader.completions(block=True):
+                    if error is not None:
+                        raise _as_read_error(error)
+                    self.cache.complete(read)
+                    n_ended += 1
+                    done += self.expert_bytes(read.key.layer)
+        except BaseException:
+            self.abort()
+            raise
+        if progress is not None:
+            progress(done, total)
+        return done
+
     def prefetch(self, keys: Sequence[ExpertKey], deadline: int, *, binding: bool = False) -> int:
         """Start reading what is absent of `keys`, ranked; the number of reads begun."""
         reads = self.cache.prefetch(keys, deadline, binding=binding)
@@ -192,9 +227,7 @@ class ExpertStore:
             elif self.cache.fail(read):
                 failed = failed or error
         if failed is not None:
-            if isinstance(failed, ReadError):
-                raise failed
-            raise ReadError(f"reading an expert failed ({failed}): check the model file and its disk") from failed
+            raise _as_read_error(failed)
         return keys
 
     def release(self, keys: Sequence[ExpertKey]) -> None:
@@ -217,3 +250,12 @@ class ExpertStore:
         self._context.close()
         self._buffer.close()
         self._memory.close()
+
+
+def _as_read_error(error: Exception) -> ReadError:
+    """What a read ended with, as the engine raises it."""
+    if isinstance(error, ReadError):
+        return error
+    named = ReadError(f"reading an expert failed ({error}): check the model file and its disk")
+    named.__cause__ = error
+    return named

@@ -168,6 +168,13 @@ def smallest_named(message: str) -> str:
     return named[1]
 
 
+def smallest_budget(path: Path) -> int:
+    """Bytes; how much depends on what this process holds already."""
+    with pytest.raises(BudgetError) as caught:
+        Engine.open(path, ram=1, threads=1, ctx=512)
+    return parse_size(smallest_named(str(caught.value)))
+
+
 def test_too_small_a_budget_is_refused_with_one_that_works(tiny: Path) -> None:
     for ram in ("10M", "1M", "1"):
         with pytest.raises(BudgetError, match="too little for this model") as caught:
@@ -182,8 +189,9 @@ def test_too_small_a_budget_is_refused_with_one_that_works(tiny: Path) -> None:
 
 def test_a_budget_buys_slots(model: Path) -> None:
     slots = []
-    for ram in ("250M", "300M", "350M", "2G"):
-        with Engine.open(model, ram=ram, threads=1, ctx=512) as engine:
+    least = smallest_budget(model)
+    for more in (20 * MiB, 70 * MiB, 120 * MiB, 2048 * MiB):
+        with Engine.open(model, ram=least + more, threads=1, ctx=512) as engine:
             slots.append(engine.plan.slots)
             assert engine.plan.floor_slots == 16 and engine.plan.below_floor == (engine.plan.slots < 16)
             assert engine.store.n_slots == engine.plan.slots
@@ -193,8 +201,9 @@ def test_a_budget_buys_slots(model: Path) -> None:
 
 
 def test_slots_and_budget_together(model: Path) -> None:
-    with Engine.open(model, expert_slots=10, ram="400M", threads=1, ctx=512) as engine:
-        assert engine.plan.slots == 10 and engine.plan.budget == 400 * MiB
+    least = smallest_budget(model)
+    with Engine.open(model, expert_slots=10, ram=least + 40 * MiB, threads=1, ctx=512) as engine:
+        assert engine.plan.slots == 10 and engine.plan.budget == least + 40 * MiB
     with Engine.open(model, expert_slots=10**6, threads=1, ctx=512) as engine:
         assert engine.plan.slots == N_EXPERTS_IN_ALL and engine.plan.budget is None
     with pytest.raises(BudgetError, match="can't hold 200 expert slots") as caught:
@@ -215,8 +224,9 @@ def test_more_context_and_streams_cost_slots(model: Path) -> None:
         {"ctx": 512, "streams": 8},
         {"ctx": 2048, "kv": "f32"},
     ]
+    ram = smallest_budget(model) + 100 * MiB
     for options in variants:
-        with Engine.open(model, ram="300M", threads=1, **options) as engine:
+        with Engine.open(model, ram=ram, threads=1, **options) as engine:
             slots[str(options)] = engine.plan.slots
     few, long, many, wide = slots.values()
     assert few > long > wide and few > many

@@ -9,31 +9,35 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from sluice.config import EngineConfig, usable_cores
+from sluice.engine import placing
 from sluice.engine.budget import MemoryNeeds, MemoryPlan, plan_memory
 from sluice.engine.generate import Generation, Token
 from sluice.engine.ledger import PhaseLedger
 from sluice.engine.memory import free_bytes, page_cache_bytes, rss_bytes
 from sluice.engine.pairs import PAIR_LIMIT, ROW_MAP_BYTES, PairGraphs, scratch_bytes
+from sluice.engine.recording import begin_step, open_trace
 from sluice.engine.segments import SegmentGraphs
 from sluice.engine.session import Session
-from sluice.engine.step import Stepper
+from sluice.engine.step import Each, Stepper
 from sluice.engine.weights import DenseWeights, dense_tensors
 from sluice.engine.workspace import CHUNK, Workspace
 from sluice.errors import ContextError, EngineClosed, InputError, ModelFileError, ReadError, TemplateError
-from sluice.experts.policies import make_policy
+from sluice.experts.policies import is_roomy, pinning, suited
 from sluice.ggml import Backend, GraphAllocator, Library, load_library
 from sluice.gguf import GgufFile, open_gguf
 from sluice.io import readers
 from sluice.io.files import ModelFiles
 from sluice.io.fixed_rate import FixedRateFiles
 from sluice.models import family_of
+from sluice.models.fingerprint import fingerprint
 from sluice.models.kv_cache import KV_TYPES, KVCache, kv_bytes
 from sluice.models.recurrent import RecurrentState, recurrent_bytes
 from sluice.models.spec import ModelSpec
@@ -41,9 +45,9 @@ from sluice.store import ExpertStore, ReaderFactory, expert_layout
 from sluice.text.chat import render_chat
 from sluice.text.sampling import SamplingParams
 from sluice.text.tokenizer import Tokenizer
+from sluice.trace.writer import ENCODER_BYTES, TraceWriter
 
 DEFAULT_CTX = 4096
-PREFETCH_FLOORS = 1.5  # with fewer slots than this times one step's demand, only the cyclic policy prefetches
 OUTPUT_ROWS = 16  # logits rows in the workspace, at least one a stream
 
 
@@ -51,8 +55,9 @@ class Engine:
     """A model, open and ready; a context manager, used by one thread at a time.
 
     `plan` says how the memory was divided, `spec` what the model is, `mode` every knob that can change the output,
-    `prefetching` whether reads are issued ahead (off near the floor, where it would lose), `free_streams` which streams
-    no session has.
+    `policy` who chooses what leaves the pool, `prefetching` whether reads are issued ahead, `placed` what a plan file
+    brought into the pool and `recorder` what writes its trace (None: there is none), `free_streams` which streams no
+    session has.
     With `plan_only`, opening ends there: no tensor is read, no pool made, and the engine is closed at once.
     """
 
@@ -111,6 +116,9 @@ class Engine:
         self.own_top_k = spec.top_k
         if config.top_k_experts is not None:
             self.spec = spec = _with_top_k(spec, config.top_k_experts)
+        self.placement = None if config.plan is None else placing.read_for(config.plan, self._model)
+        if self.placement is not None:
+            self.config = config = replace(config, policy=self.placement.policy)
         self.tokenizer = Tokenizer.from_metadata(self.file.metadata)
         if self.tokenizer.n_vocab > spec.n_vocab:
             raise ModelFileError(
@@ -122,9 +130,12 @@ class Engine:
             raise InputError(f"--ctx {self.n_ctx} exceeds the {spec.n_ctx_train} positions the model knows: lower it")
         self.threads = config.threads or min(usable_cores(), 16)
         kv_types = tuple(KV_TYPES[name] for name in config.kv_names)
-        for name, type, dim in zip(config.kv_names, kv_types, (spec.head_dim, spec.head_dim_v), strict=True):
-            if dim % (block := self.library.ggml_blck_size(type)):
-                raise InputError(f"--kv {name} needs heads of a multiple of {block}, this model's have {dim}: use f16")
+        for shape in spec.kv_shapes_used:
+            for name, type, dim in zip(config.kv_names, kv_types, (shape.head_dim, shape.head_dim_v), strict=True):
+                if dim % (block := self.library.ggml_blck_size(type)):
+                    raise InputError(
+                        f"--kv {name} needs heads of a multiple of {block}, this model's have {dim}: use f16"
+                    )
         n_tokens = max(min(CHUNK, self.n_ctx), config.streams)
         n_outputs = min(max(OUTPUT_ROWS, config.streams), n_tokens)
 
@@ -135,7 +146,10 @@ class Engine:
             self.files = enter(ModelFiles(self.file.paths))
         blocks = [self.files[i].block for i in range(len(self.files))]
         layout = expert_layout(self.file, spec.moe_layers, blocks)
-        process = rss_bytes()
+        self.recorder: TraceWriter | None = None
+        if config.trace is not None and not self._plan_only:
+            self.recorder = enter(open_trace(config.trace, config, self.file, spec, n_tokens))
+        process = rss_bytes() + (ENCODER_BYTES if self.recorder is not None else 0)
         backend = enter(Backend(self.library, self.threads))
         weights = enter(DenseWeights(self.library, dense_tensors(self.file, spec)))
         family = family_type(spec, weights.tensors)
@@ -144,9 +158,10 @@ class Engine:
         states = enter(RecurrentState(self.library, spec, config.streams))
         workspace = enter(
             Workspace(
-                self.library, spec, n_tokens=n_tokens, n_streams=config.streams, n_ctx=self.n_ctx, n_outputs=n_outputs
+                self.library, spec, n_tokens=n_tokens, n_streams=config.streams, n_ctx=self.n_ctx, n_outputs=n_outputs,
+                recording=self.recorder is not None,
             )
-        )
+        )  # fmt: skip
         allocator = enter(GraphAllocator(backend))
         segments = enter(SegmentGraphs(family, workspace, kv, states, allocator, lookahead=config.prefetch))
         segments.reserve(n_tokens, self.n_ctx, config.streams)
@@ -165,28 +180,34 @@ class Engine:
             least_slots=spec.top_k, floor_slots=len(spec.moe_layers) * spec.top_k,
             all_slots=len(spec.moe_layers) * spec.n_expert,
         )  # fmt: skip
+        step_demand = config.streams * self.plan.floor_slots
+        self.policy = suited(config.policy, self.plan.slots, step_demand)
+        self.prefetching = config.prefetch and (self.policy == "cyclic" or is_roomy(self.plan.slots, step_demand))
+        reserve = min(config.streams * spec.top_k, spec.n_expert, self.plan.slots)
+        if self.placement is not None and config.plan is not None:
+            self.placement = self.placement.fitted(self.plan.slots, reserve, config.plan)
         if self._plan_only:
             return
-        # near the floor, LRU's victims are the very experts that come next, and prefetching costs more than it brings
-        roomy = self.plan.slots >= PREFETCH_FLOORS * config.streams * self.plan.floor_slots
-        self.prefetching = config.prefetch and (roomy or config.policy == "cyclic")
         segments.lookahead = self.prefetching
-        policy = make_policy(config.policy, n_layers=spec.n_layers)
+        pins = () if self.placement is None else self.placement.pins
+        policy = pinning(pins, self.policy, n_slots=self.plan.slots, n_layers=spec.n_layers)
         reader = partial(readers.make_reader, how=config.reader, threads=config.io_threads, in_place=layout.in_place)
         self.store = enter(
             ExpertStore(
                 self.library, self.files, layout, self.plan.slots, policy, make_reader or reader,
-                reserve=min(config.streams * spec.top_k, spec.n_expert, self.plan.slots), poison=config.poison,
+                reserve=reserve, poison=config.poison,
             )
         )  # fmt: skip
         pairs = enter(PairGraphs(family, workspace, self.store, allocator))
         pairs.reserve(n_pairs)
-        weights.load(self.files, progress)
+        self.placed = placing.load(weights, self.files, self.store, self.placement, config.plan, progress)
         self._stepper = Stepper(
-            spec, segments, pairs, workspace, self.store, backend, prefetch=self.prefetching, overlap=config.overlap
-        )
+            spec, segments, pairs, workspace, self.store, backend, prefetch=self.prefetching, overlap=config.overlap,
+            recorder=self.recorder,
+        )  # fmt: skip
         self.ledger = {"prefill": PhaseLedger(), "decode": PhaseLedger()}
         self.free_streams = list(range(config.streams - 1, -1, -1))
+        self._n_sessions = 0
 
     # --- life
 
@@ -214,11 +235,15 @@ class Engine:
         self._check_open()
         if not self.free_streams:
             raise InputError(f"all {self.config.streams} streams are in use: open the engine with more streams")
-        return Session(self, self.free_streams.pop())
+        self._n_sessions += 1
+        return Session(self, self.free_streams.pop(), self._n_sessions - 1)
 
     # --- steps
 
-    def _step(self, phase: str, parts: Sequence[tuple[Session, Sequence[int]]], outputs: Sequence[int]) -> np.ndarray:
+    def _step(
+        self, phase: str, parts: Sequence[tuple[Session, Sequence[int]]], outputs: Sequence[int],
+        each: Each | None = None,
+    ) -> np.ndarray:  # fmt: skip
         self._check_open()
         if not parts:
             raise InputError("a step takes at least one session")
@@ -230,7 +255,9 @@ class Engine:
         if len({stream for stream, _, _ in streams} - {-1}) < len(streams):
             raise InputError("a step takes open sessions, each once: one of these is closed or given twice")
         try:
-            logits = self._stepper.run(streams, outputs, self.ledger[phase])
+            if self.recorder is not None:
+                begin_step(self.recorder, self._stepper.n_steps, phase, parts)
+            logits = self._stepper.run(streams, outputs, self.ledger[phase], each)
             if changed := self.files.changed():
                 raise ReadError(changed)
         except BaseException:
@@ -247,6 +274,26 @@ class Engine:
         """Feed `ids` in chunks; logits [n_vocab] after the last. Use Session.feed, which checks that they fit."""
         [(_, logits)] = self.prefill_many([(session, ids)])
         return logits
+
+    def prefill_rows(self, session: Session, ids: Sequence[int], use: Each, *, skip: int = 0) -> Iterator[int]:
+        """Feed `ids` in chunks; `use(i, rows)` gets the logits after `ids[i]`, `ids[i + 1]`, …, a few rows at a time.
+
+        The first `skip` tokens' logits are left out. Rows [n, n_vocab] float32 are valid during the call, and never
+        more than fit the workspace. Yields after each chunk how many tokens were fed. Raises ContextError.
+        """
+        session.check_room(ids)
+        fed = 0
+        for chunk in self._chunks(len(session.tokens), self._checked(ids)):
+
+            def block(first: int, rows: np.ndarray, start: int = fed) -> None:
+                first += start
+                if (rest := rows[max(0, skip - first) :]).size:
+                    use(max(first, skip), rest)
+
+            wanted = range(len(chunk)) if fed + len(chunk) > skip else range(0)
+            self._step("prefill", [(session, chunk)], wanted, block)
+            fed += len(chunk)
+            yield fed
 
     def prefill_many(self, prompts: Sequence[tuple[Session, Sequence[int]]]) -> Iterator[tuple[int, np.ndarray]]:
         """Feed each session its prompt, short prompts together in one step, so that each expert is read once for all.
@@ -355,7 +402,27 @@ class Engine:
             own = session if session is not None else stack.enter_context(self.session())
             yield from Generation(own, ids, params, max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos)
 
+    def save_residents(self, path: str | os.PathLike[str], *, force: bool = False) -> int:
+        """Write a plan file that loads the experts resident now, as recently used as now; the number of them.
+
+        Raises InputError if the file exists (unless `force`) or can't be written.
+        """
+        self._check_open()
+        return placing.save(
+            Path(path), self.store, self._model, policy=self.policy, plan=self.placement, force=force,
+            keep=self.file.paths,
+        )  # fmt: skip
+
     # --- results
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The model's name by its routers' weights (see sluice.models.fingerprint). Raises ReadError."""
+        return fingerprint(self.file, self.spec)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return placing.model_of(self.file, self.spec, self.fingerprint)
 
     @property
     def mode(self) -> dict[str, Any]:
@@ -377,9 +444,9 @@ class Engine:
 
 
 def _with_top_k(spec: ModelSpec, n: int) -> ModelSpec:
-    """`spec` with `n` experts a token and layer instead of the model's own number. Raises InputError."""
-    if n > spec.most_top_k:
-        raise InputError(f"--top-k-experts {n}: a token can choose from {spec.most_top_k} experts, give 1 to that")
+    """`spec` with `n` experts a token and layer, at most the model's own number. Raises InputError."""
+    if n > spec.top_k:
+        raise InputError(f"--top-k-experts {n}: the model takes {spec.top_k} experts a token, give 1 to that")
     return replace(spec, top_k=n)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sluice.config import format_size
 from sluice.engine.ledger import PhaseLedger
+
+if TYPE_CHECKING:
+    from sluice.engine.placing import Placed
 
 _WORK = {"reading": "wait_s", "arithmetic": "compute_s", "Python": "host_s"}
 
@@ -75,9 +78,9 @@ def run_result(
     *, text: Any, tokens: list[Any], finish_reason: str | None, prompt_tokens: int, generated_tokens: int,
     load_s: float, ttft_s: float | None, intervals_s: Sequence[float], tok_per_s: float | None,
     peak_rss_bytes: int, budget_bytes: int | None, slots: int, seed: int, mode: Mapping[str, Any],
-    ledger: Mapping[str, Mapping[str, Any]],
+    ledger: Mapping[str, Mapping[str, Any]], placed: Placed | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A run as the object that `--json` prints. What was not measured is None, never 0."""
+    """A run as the object that `--json` prints. What was not measured is None, never 0; `plan` is there if one was."""
     prefill = ledger["prefill"]
     return {
         "text": text,
@@ -96,6 +99,7 @@ def run_result(
         "seed": seed,
         "mode": dict(mode),
         "ledger": {name: dict(phase) for name, phase in ledger.items()},
+        **({} if placed is None else {"plan": placed.as_dict()}),
     }
 
 
@@ -120,6 +124,8 @@ def summary(result: Mapping[str, Any], *, random_seed: bool) -> str:
     """The line printed after a run: what mode it ran in, how fast, and what held it back."""
     mode, decode = result["mode"], result["ledger"]["decode"]
     parts = [mode_text(mode)]
+    if "plan" in result:
+        parts.append(f"plan {result['plan']['name']}, {result['plan']['pins']} pinned")
     if result["ttft_s"] is not None:
         speed = _text(result["prefill_tok_per_s"], "{:.1f}")
         parts.append(f"first token {result['ttft_s']:.2f} s (prefill {speed} tok/s)")

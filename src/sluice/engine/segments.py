@@ -157,7 +157,8 @@ class SegmentGraphs:
         c = Context(self.library, SHARED_TENSORS, n_graphs=1)
         try:
             graph = c.graph()
-            graph.add(c.cpy(self.family.shared(c, layer, columns(c, ws.normed, n)), columns(c, ws.shared, n)))
+            out = self.family.shared(c, layer, columns(c, ws.residual, n), columns(c, ws.normed, n))
+            graph.add(c.cpy(out, columns(c, ws.shared, n)))
             return c, graph
         except BaseException:
             c.close()
@@ -182,14 +183,17 @@ class SegmentGraphs:
                 x = family.embed(c, elements(c, ws.tokens, n))
             else:
                 m = max(1, shape.n_wanted(moe[i - 1], spec, ws.n_outputs))
-                weights = family.routing_weights(c, columns(c, ws.scores, m), columns(c, ws.routed, m))
+                weights = family.routing_weights(c, moe[i - 1], columns(c, ws.scores, m), columns(c, ws.routed, m))
+                if "weights" in ws.arrays:
+                    graph.add(c.cpy(c.reshape(weights, spec.top_k, m), columns(c, ws.weights, m)))
                 outputs = c.view(ws.pairs, (spec.n_embd, spec.top_k, m))
                 total = weighted_sum(c, outputs, weights)
-                if spec.n_ff_shared:
-                    normed = columns(c, ws.normed, m)
-                    also = family.shared(c, moe[i - 1], normed) if shared else columns(c, ws.shared, m)
-                    total = c.add(total, also)
-                x = c.add(columns(c, ws.residual, m), total)
+                x, also = columns(c, ws.residual, m), None
+                if spec.n_ff_shared and shared:
+                    also = family.shared(c, moe[i - 1], x, columns(c, ws.normed, m))
+                elif spec.n_ff_shared:
+                    also = columns(c, ws.shared, m)
+                x = family.combined(c, moe[i - 1], x, total, also)
             inputs = self._attention_inputs(c, graph, shape)
             for layer in layers:
                 x = family.attention(c, layer, x, inputs)
@@ -227,14 +231,14 @@ class SegmentGraphs:
         """The end of a segment: what experts read, whom the router chose, and whom the next ones would choose."""
         family, ws, moe, k = self.family, self.workspace, self.spec.moe_layers, self.spec.top_k
         normed = family.expert_input(c, moe[i], x)
-        scores, ids = family.select(c, moe[i], family.router(c, moe[i], normed), k)
+        scores, ids = family.select(c, moe[i], family.router(c, moe[i], x, normed), k)
         graph.add(
             c.cpy(normed, columns(c, ws.normed, n)),
             c.cpy(scores, columns(c, ws.scores, n)),
             c.cpy(ids, columns(c, ws.selected, n)),
         )
         for d, layer in enumerate(moe[i + 1 : i + 1 + LOOKAHEAD] if self.lookahead else ()):
-            guess = family.router(c, layer, family.expert_input(c, layer, x))
+            guess = family.router(c, layer, x, family.expert_input(c, layer, x))
             block = d * ws.n_tokens * ws.predicted.strides[1]
             graph.add(c.cpy(family.select(c, layer, guess, k)[1], c.view(ws.predicted, (k, n), (), block)))
         graph.add(c.cpy(x, columns(c, ws.residual, n)))

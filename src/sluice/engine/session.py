@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 class Session:
     """A stream of an engine; a context manager that gives the stream back, as the last reference to it does.
 
-    `tokens` are those that have been fed. Feeding is deterministic in what was fed how: a prompt's chunks end at
-    absolute multiples of the chunk size. A model with recurrent layers can't go on after a step that failed half way:
-    the session is then `broken` until it is rewound.
+    `tokens` are those that have been fed, `number` is this session's alone as long as the engine lives. Feeding is
+    deterministic in what was fed how: a prompt's chunks end at absolute multiples of the chunk size. A model with
+    recurrent layers can't go on after a step that failed half way: the session is then `broken` until it is rewound.
     """
 
-    def __init__(self, engine: Engine, stream: int) -> None:
+    def __init__(self, engine: Engine, stream: int, number: int = 0) -> None:
         self.engine = engine
         self.stream = stream
+        self.number = number
         self.tokens: list[int] = []
         self.broken = False
         self._give_back = weakref.finalize(self, engine.free_streams.append, stream)

@@ -6,7 +6,7 @@ It knows columns and streams; what tokens mean, and who gets which logits, is th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -21,9 +21,11 @@ from sluice.ggml import Backend, Graph
 from sluice.models.kv_cache import KV_PADDING, padded
 from sluice.models.spec import ModelSpec
 from sluice.store import ExpertStore
+from sluice.trace import TraceWriter
 from sluice.types import ExpertKey
 
 RECENT_STEPS = 4096  # ledgers of single steps that are kept
+Each = Callable[[int, np.ndarray], None]  # (number of the first row, logits [some rows, n_vocab], valid in the call)
 
 
 class Demand:
@@ -51,12 +53,14 @@ class Demand:
 class Stepper:
     """Carries out steps on one engine's parts. `prefetch` issues reads for the next layer's predicted experts.
 
+    `recorder` is told which experts each layer executes and, once they are known, their weights; a step begins there
+    before it does here.
     `overlap=False` waits for all of a layer's experts before computing any: the naive way, kept for comparison.
     """
 
     def __init__(
         self, spec: ModelSpec, segments: SegmentGraphs, pairs: PairGraphs, workspace: Workspace, store: ExpertStore,
-        backend: Backend, *, prefetch: bool, overlap: bool = True,
+        backend: Backend, *, prefetch: bool, overlap: bool = True, recorder: TraceWriter | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.segments = segments
@@ -66,6 +70,7 @@ class Stepper:
         self.backend = backend
         self.prefetch = prefetch
         self.overlap = overlap
+        self.recorder = recorder
         self.n_steps = 0
         self.recent: deque[PhaseLedger] = deque(maxlen=RECENT_STEPS)
         self._ledger = PhaseLedger()
@@ -73,14 +78,17 @@ class Stepper:
         self._joining: list[ExpertKey] = []  # pairs written down, to be computed with the next segment
         self._held: list[ExpertKey] = []  # pinned until then
         self._joining_shared = False  # the shared experts too
+        self._unweighed = 0  # columns that the recorder has yet to hear the weights of
 
     def run(
-        self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger
-    ) -> np.ndarray:
+        self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger,
+        each: Each | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """One step. `streams`: (stream, position of its first token, its tokens), `outputs`: columns to give logits of.
 
         Returns logits [len(outputs), n_vocab]: a view that the next step overwrites (a copy when there are more
-        outputs than fit the workspace). After an exception the store must be `abort`ed.
+        outputs than fit the workspace). With `each` they are handed over block by block instead, and none are returned:
+        more outputs than fit the workspace must then be all columns. After an exception the store must be `abort`ed.
         """
         began = perf_counter()
         self._ledger = step = PhaseLedger(steps=1)
@@ -89,7 +97,7 @@ class Stepper:
         segments = self.segments.of(shape)
         scan = shape.n_tokens > len(streams)
         try:
-            self._joining, self._joining_shared = [], False
+            self._joining, self._joining_shared, self._unweighed = [], False, 0
             self._guesses.clear()
             for stream, position, _ in streams:
                 if position == 0 and self.spec.recurrent:
@@ -100,7 +108,7 @@ class Stepper:
                     self._experts(i, shape, n, scan)
             if shape.n_outputs or self.spec.moe_layers[-1] != self.spec.n_layers - 1:
                 self._segment(segments, shape, len(segments) - 1)
-            logits = self._logits(shape)
+            logits = self._logits(shape, each)
         finally:
             self.n_steps += 1
             step.tokens = shape.n_tokens
@@ -115,11 +123,14 @@ class Stepper:
         """Run segment `i`, and in its graph the pairs of the layer before that were left to it."""
         if not self._joining:
             self._compute(segments[i])
-            return
-        n = len(self._joining)
-        self._compute(self.segments.joined(shape, i, n, self.pairs, shared=self._joining_shared))
-        self.store.release(self._held)
-        self._joining = []
+        else:
+            n = len(self._joining)
+            self._compute(self.segments.joined(shape, i, n, self.pairs, shared=self._joining_shared))
+            self.store.release(self._held)
+            self._joining = []
+        if self.recorder is not None and self._unweighed:
+            self.recorder.weighed(self.workspace.arrays["weights"][: self._unweighed])
+            self._unweighed = 0
 
     # --- inputs and outputs
 
@@ -151,18 +162,24 @@ class Stepper:
         arrays["outputs"][: len(outputs)] = outputs[: self.workspace.n_outputs]
         return BatchShape(tuple(columns), len(outputs))
 
-    def _logits(self, shape: BatchShape) -> np.ndarray:
+    def _logits(self, shape: BatchShape, each: Each | None) -> np.ndarray:
         logits, room = self.workspace.arrays["logits"], self.workspace.n_outputs
         if shape.n_outputs <= room:
-            return logits[: shape.n_outputs]
+            if each is None:
+                return logits[: shape.n_outputs]
+            each(0, logits[: shape.n_outputs])
+            return logits[:0]
         collected = []
         for start in range(0, shape.n_tokens, room):
             n = min(room, shape.n_tokens - start)
             context, graph = self.segments.head(start, n)
             with context:
                 self._compute(graph)
-            collected.append(logits[:n].copy())
-        return np.concatenate(collected)
+            if each is None:
+                collected.append(logits[:n].copy())
+            else:
+                each(start, logits[:n])
+        return np.concatenate(collected) if each is None else logits[:0]
 
     # --- experts
 
@@ -172,6 +189,8 @@ class Stepper:
         routed = arrays["routed"][:n]
         routed[:] = arrays["selected"][:n]
         demand = Demand(routed)
+        if self.recorder is not None:
+            self._record(self.recorder, layer, shape, routed)
         tick = self.n_steps * n_layers + layer
         self._ledger.token_demands += n * demand.top_k
         store.arrived(block=False)
@@ -199,6 +218,12 @@ class Stepper:
             store.release(group)
             if j + 1 < len(plan.groups):
                 acquired = ahead or self._acquire(plan.groups[j + 1], tick, scan)
+
+    def _record(self, recorder: TraceWriter, layer: int, shape: BatchShape, routed: np.ndarray) -> None:
+        arrays, n = self.workspace.arrays, len(routed)
+        columns = None if n == shape.n_tokens else arrays["outputs"][:n]
+        recorder.chose(layer, routed, arrays["scores"][:n] if recorder.keeps_scores else None, columns)
+        self._unweighed = n
 
     def _acquire(self, keys: list[ExpertKey], tick: int, scan: bool) -> Acquired:
         """Pin `keys`, waiting for prefetches in flight to end when they hold the slots that are needed."""

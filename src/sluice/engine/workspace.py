@@ -21,7 +21,9 @@ LOOKAHEAD = 2  # layers with experts that prefetching looks ahead
 _DTYPES = {GgmlType.F32: np.float32, GgmlType.F16: np.float16, GgmlType.I32: np.int32, GgmlType.I64: np.int64}
 
 
-def _shapes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int) -> dict[str, tuple]:
+def _shapes(
+    spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int, recording: bool
+) -> dict[str, tuple]:
     """Name -> type and shape (ggml's order)."""
     f32, i32, i64 = GgmlType.F32, GgmlType.I32, GgmlType.I64
     n_pairs = n_tokens * spec.top_k
@@ -47,6 +49,8 @@ def _shapes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_output
     }
     if spec.n_ff_shared:
         shapes["shared"] = (f32, spec.n_embd, n_tokens)  # what the shared experts of the current layer add
+    if recording:
+        shapes["weights"] = (f32, spec.top_k, n_tokens)  # routing weights of the layer before
     if spec.expert_biases:
         shapes["pair_experts"] = (i32, n_pairs)
     if spec.window:
@@ -59,9 +63,11 @@ def near_reach(spec: ModelSpec, n: int, n_ctx: int) -> int:
     return min(padded(n_ctx), padded(spec.window + n) + KV_PADDING)
 
 
-def workspace_bytes(spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int) -> int:
+def workspace_bytes(
+    spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int, recording: bool = False
+) -> int:
     sizes = {GgmlType.F32: 4, GgmlType.F16: 2, GgmlType.I32: 4, GgmlType.I64: 8}
-    shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs).values()
+    shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording).values()
     return sum(-(-sizes[t] * int(np.prod(shape)) // 4096) * 4096 for t, *shape in shapes)
 
 
@@ -88,16 +94,18 @@ class Workspace:
     shared: Tensor  # these three only where the model has shared experts, biases of experts, windows
     pair_experts: Tensor
     near_mask: Tensor
+    weights: Tensor  # only where routes are recorded
 
     def __init__(
-        self, library: Library, spec: ModelSpec, *, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int
-    ) -> None:
+        self, library: Library, spec: ModelSpec, *, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int,
+        recording: bool = False,
+    ) -> None:  # fmt: skip
         self.n_tokens = n_tokens
         self.n_outputs = n_outputs
-        self.n_bytes = workspace_bytes(spec, n_tokens, n_streams, n_ctx, n_outputs)
+        self.n_bytes = workspace_bytes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording)
         self._memory = AlignedBuffer(self.n_bytes)
         self._buffer = Buffer(library, self._memory.address, self.n_bytes)
-        shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs)
+        shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording)
         self._context = Context(library, len(shapes))
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
         at = 0
