@@ -1,0 +1,1 @@
+"""What route traces say: measures, figures, simulated caches, gates. It runs no model."""
