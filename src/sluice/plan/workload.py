@@ -1,0 +1,163 @@
+"""Says how many of each layer's experts a pool of some size lacks: by a trace, or by an assumption that is named.
+
+Knows nothing of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from sluice.errors import InputError
+from sluice.experts.policies import suited
+from sluice.lab.replay import Demands
+from sluice.lab.simulate import policy_for, replay
+from sluice.lab.stack_distance import LruStack
+from sluice.trace import TraceReader
+
+# SPEC S4: on Qwen3-30B-A3B an LRU cache that holds 13.4 % of all experts serves 65.9 % of the requests. A power law
+# through that point and (1, 1): 54 % at 5 %, 82 % at 40 %.
+PAPER_SHARE, PAPER_HITS = 0.134, 0.659
+PAPER_POWER = float(np.log(PAPER_HITS) / np.log(PAPER_SHARE))
+ASSUMED_STEPS = 32
+
+
+@dataclass(frozen=True)
+class Absences:
+    """Experts that each layer of each step runs, and those of them that must be read: [n_steps, n_moe_layers].
+
+    `absent_share` is how likely an expert that nobody needs is to be absent: what a wrong prediction reads.
+    """
+
+    needed: np.ndarray
+    absent: np.ndarray
+    absent_share: float
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of demands that were resident; None without demands."""
+        total = float(self.needed.sum())
+        return 1 - float(self.absent.sum()) / total if total else None
+
+
+@dataclass(frozen=True)
+class PhaseAbsences:
+    """Both phases. `prompt_tokens[i]` is how many the i-th prompt step feeds."""
+
+    decode: Absences
+    prefill: Absences
+    prompt_tokens: tuple[int, ...]
+
+
+class Workload(Protocol):
+    """What is run."""
+
+    @property
+    def label(self) -> str:
+        """What it is, in words, for whoever reads a prediction."""
+        ...
+
+    def absences(self, slots: int) -> PhaseAbsences:
+        """What a pool of `slots` slots lacks."""
+        ...
+
+
+def draw(moe_layers: int, top_k: int, share: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Steps of a token each: [steps, moe_layers] needed, and absent with probability `share` each, independently.
+
+    The same every time; scaled so that `share` is their mean too.
+    """
+    needed = np.full((steps, moe_layers), float(top_k))
+    absent = np.random.default_rng(0).binomial(top_k, share, needed.shape).astype(float)
+    if absent.any():
+        absent *= share * top_k / absent.mean()
+    return needed, np.minimum(absent, top_k)
+
+
+@dataclass(frozen=True)
+class AssumedWorkload:
+    """No trace: hit rates of the paper's shape (PAPER_HITS at PAPER_SHARE), and below one token's demand none.
+
+    A prompt step of `prompt_tokens` tokens meets `prompt_experts` experts, of which the pool holds its share of all.
+    """
+
+    moe_layers: int
+    n_expert: int
+    top_k: int
+    prompt_tokens: int
+    prompt_experts: int
+
+    @property
+    def label(self) -> str:
+        return (
+            f"assumed: an LRU cache of {PAPER_SHARE:.1%} of all experts serves {PAPER_HITS:.1%} (Qwen3-30B-A3B's "
+            "figures), none below one token's demand; give --trace to predict your own text"
+        )
+
+    def hit_rate(self, slots: int) -> float:
+        if slots < self.moe_layers * self.top_k:
+            return 0.0
+        return min(1.0, slots / (self.moe_layers * self.n_expert)) ** PAPER_POWER
+
+    def absences(self, slots: int) -> PhaseAbsences:
+        share = min(1.0, slots / (self.moe_layers * self.n_expert))
+        missing = 1 - self.hit_rate(slots)
+        met = np.full((1, self.moe_layers), self.prompt_experts / self.moe_layers)
+        return PhaseAbsences(
+            Absences(*draw(self.moe_layers, self.top_k, missing, ASSUMED_STEPS), 1 - share),
+            Absences(met, met * (1 - share), 1 - share),
+            (self.prompt_tokens,),
+        )
+
+
+class TraceWorkload:
+    """What a trace recorded, replayed as on-demand reading would have gone, from an empty pool.
+
+    Only decode steps of a single sequence count. Raises InputError for a trace of another model, and for one whose
+    decode steps all have several sequences.
+    """
+
+    def __init__(self, path: Path, *, policy: str, fingerprint: str, moe_layers: Sequence[int], n_expert: int) -> None:
+        with TraceReader(path) as reader:
+            info = reader.info
+            known = info.fingerprint and fingerprint
+            if (info.moe_layers, info.n_expert) != (tuple(moe_layers), n_expert) or (
+                known and info.fingerprint != fingerprint
+            ):
+                raise InputError(f"{path} was recorded on another model: record one on this")
+            self._demands = demands = Demands.of(reader)
+        self._path, self._policy = path, policy
+        self._step_demand = len(info.moe_layers) * info.top_k
+        self._single = {
+            phase: (demands.by_step(demands.n_sequences, phase).max(axis=1, initial=0) == 1) | (phase == "prefill")
+            for phase in ("decode", "prefill")
+        }
+        if len(self._single["decode"]) and not self._single["decode"].any():
+            raise InputError(f"{path}: every decode step has several sequences: predictions are of one, record that")
+        self._stack: LruStack | None = None
+
+    @property
+    def label(self) -> str:
+        return f"the routes of {self._path}, policy {self._policy}, from an empty pool"
+
+    def absences(self, slots: int) -> PhaseAbsences:
+        demands = self._demands
+        policy = suited(self._policy, slots, self._step_demand)
+        if policy == "lru" and LruStack.covers(demands, slots):
+            self._stack = self._stack or LruStack(demands)
+            misses = self._stack.misses(slots)
+        else:
+            misses = replay(demands, policy_for(demands, policy, slots), slots)
+        share = max(0.0, 1 - slots / demands.n_experts)
+
+        def of(phase: str) -> Absences:
+            single = self._single[phase]
+            needed, absent = (demands.by_step(values.astype(float), phase) for values in (demands.counts, misses))
+            return Absences(needed[single], absent[single], share)
+
+        tokens = demands.by_step(demands.n_tokens, "prefill").max(axis=1, initial=0).tolist()
+        return PhaseAbsences(of("decode"), of("prefill"), tuple(tokens))
