@@ -17,7 +17,7 @@ def test_one_stream(cli: Cli, tiny_path: Path) -> None:
     done = cli("bench", tiny_path, "--gen", 6, "--prompt-tokens", 10, "--repeat", 3, "--seed", 4, "--json", *FAST)
     result = done.json
     assert done.code == 0
-    assert set(result) == KEYS | {"repeats", "bound"}
+    assert set(result) == KEYS | {"repeats", "bound", "predicted"}
     assert len(result["tokens"]) == result["generated_tokens"] == 6
     assert result["prompt_tokens"] == 10
     assert [one["pool"] for one in result["repeats"]] == ["cold", "warm", "warm"]
@@ -54,7 +54,7 @@ def test_compare_runs_every_arm_in_every_round(cli: Cli, tiny_path: Path) -> Non
     naive, exact = result["arms"]["naive"], result["arms"]["exact"]
     assert naive["seed"] == exact["seed"]
     for arm in (naive, exact):
-        assert set(arm) == KEYS | {"repeats", "bound"}
+        assert set(arm) == KEYS | {"repeats", "bound", "predicted"}
         assert [one["pool"] for one in arm["repeats"]] == ["cold", "cold"]
     assert naive["ledger"]["decode"]["prefetch_issued"] == 0 < exact["ledger"]["decode"]["prefetch_issued"]
 

@@ -10,14 +10,21 @@ from sluice import __version__
 from sluice.cli.bench import bench
 from sluice.cli.chat import chat
 from sluice.cli.doctor import doctor
+from sluice.cli.eval import app as eval_app
+from sluice.cli.gate import gate
 from sluice.cli.inspect import inspect
 from sluice.cli.pack import pack
+from sluice.cli.plan import plan
 from sluice.cli.run import run
+from sluice.cli.simulate import simulate
+from sluice.cli.trace import app as trace_app
 
 app = typer.Typer(name="sluice", add_completion=False, pretty_exceptions_enable=False)
-for command in (run, chat, bench, inspect, pack, doctor):
+for command in (run, chat, bench, inspect, pack, doctor, simulate, plan, gate):
     paragraphs = (command.__doc__ or "").split("\n\n")
     app.command(command.__name__, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+app.add_typer(trace_app)
+app.add_typer(eval_app)
 
 
 @app.callback(invoke_without_command=True)

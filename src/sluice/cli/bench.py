@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sluice.cli.bench_compare import ARMS, compare
 from sluice.cli.bench_repeats import Plan, measure
-from sluice.cli.opening import open_engine, resolve_model
+from sluice.cli.inspect import UNLIMITED
+from sluice.cli.machine import cpu_name
+from sluice.cli.opening import load_ggml, open_engine, resolve_model
 from sluice.cli.options import (
     EngineOptions,
     Json,
@@ -21,10 +24,15 @@ from sluice.cli.options import (
     grouped,
 )
 from sluice.cli.run import sampling_params
+from sluice.cli.saving import Force, SaveResidents, check_residents, save_residents
 from sluice.cli.signals import deferred
 from sluice.cli.terminal import emit, note, print_table
-from sluice.config import format_size, parse_size
+from sluice.cli.tracing import Trace, TraceScores, tell_trace, trace_config
+from sluice.config import EngineConfig, format_size, parse_size, usable_cores
 from sluice.errors import InputError
+
+if TYPE_CHECKING:
+    from sluice.plan.profile import MachineProfile
 
 MAX_STREAMS, MAX_COUNT = 1024, 1 << 24
 _LATER = {"prerouted": "a prerouter", "oracle": "recorded routes", "reroute": "rerouting"}
@@ -49,6 +57,11 @@ RawRead = Annotated[
         "--raw-read", metavar="", help="Measure raw reading, 1 s before and after each repeat, and bound by that."
     ),
 ]
+Profile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="A machine profile of `sluice plan`: predict beside measuring.",
+                 show_default=False),
+]  # fmt: skip
 Compare = Annotated[
     str | None, typer.Option("--compare", metavar="MODES", help=f"Compare some of {', '.join(ARMS)}, as a,b,c.")
 ]
@@ -67,6 +80,11 @@ def bench(
     no_overlap: NoOverlap = False,
     raw_read: RawRead = False,
     compare_modes: Compare = None,
+    profile: Profile = None,
+    residents: SaveResidents = None,
+    trace: Trace = None,
+    trace_scores: TraceScores = False,
+    force: Force = False,
     engine: EngineOptions,
     sampling: SamplingOptions,
     json: Json = False,
@@ -89,12 +107,17 @@ def bench(
             raise InputError(
                 f"{name} {value} is too large: give at most {MAX_STREAMS if name == '--streams' else MAX_COUNT}"
             )
+    if residents is not None and compare_modes is not None:
+        raise InputError("--compare runs processes that each end: leave out --save-residents")
+    if trace is not None and compare_modes is not None:
+        raise InputError("--compare runs many processes, and a trace is of one: leave out --trace")
+    check_residents(residents, force=force)
     rate = None if read_rate is None else parse_size(read_rate)
     n_prompt = prompt_tokens if prompt.ids is None else len(prompt.ids)
     config = engine.config(
-        default_policy="lru" if streams == 1 else "cyclic",
         ctx=n_prompt + gen if prompt.prompt is None else None,
         streams=streams, read_rate=rate, overlap=not no_overlap,
+        **trace_config(trace, trace_scores, force=force),
     )  # fmt: skip
     params = sampling_params(sampling, temperature=1.0, top_p=1.0)
     plan = Plan(
@@ -107,6 +130,7 @@ def bench(
             f"--prompt-tokens={prompt_tokens}", f"--gen={gen}", f"--streams={streams}",
             *([] if read_rate is None else [f"--read-rate={read_rate}"]),
             *(["--raw-read"] if raw_read else []),
+            *([] if profile is None else [f"--profile={profile}"]),
             *arguments(prompt), *arguments(engine), *arguments(replace(sampling, seed=params.seed)),
         ]  # fmt: skip
         compared = compare(str(resolve_model(model)), modes, words, rounds=repeat)
@@ -116,16 +140,37 @@ def bench(
             _show_arms(compared)
         return 0
     path = resolve_model(model)
+    if profile is not None:
+        plan = replace(plan, profile=profile_for(profile, path, config))
     with deferred() as stop, open_engine(path, config, stop) as opened:
         result, reader = measure(opened, plan, stop), opened.store.reader.name
-    if json:
-        emit(result)
-    else:
-        _show_repeats(result)
+        policy = opened.policy
+        if json:
+            emit(result)
+        else:
+            _show_repeats(result)
+        save_residents(opened, residents, force=force)
     from sluice.engine.report import mode_text
 
-    note(f"mode {mode_text(result['mode'])}, policy {config.policy}, read by {reader}, seed {params.seed}")
+    note(f"mode {mode_text(result['mode'])}, policy {policy}, read by {reader}, seed {params.seed}")
+    tell_trace(opened)
     return 0
+
+
+def profile_for(file: Path, path: Path, config: EngineConfig) -> MachineProfile:
+    """The machine profile in `file`, which must be of this machine and the model at `path`. Raises InputError."""
+    from sluice.engine import Engine
+    from sluice.plan.measure import machine_name
+    from sluice.plan.profile import load
+
+    profile = load(file)
+    load_ggml(config.ggml)
+    planned = Engine(path, replace(config, ram=UNLIMITED, expert_slots=None, plan=None, trace=None), plan_only=True)
+    profile.check(
+        file, fingerprint=planned.fingerprint, machine=machine_name(cpu_name(), usable_cores()),
+        threads=planned.threads, ggml=planned.library.version,
+    )  # fmt: skip
+    return profile
 
 
 def _modes(text: str, fixed: bool) -> list[str]:
@@ -148,6 +193,7 @@ def _modes(text: str, fixed: bool) -> list[str]:
 
 _HEADS = (
     "tok/s",
+    "predicted",
     "ms/step p50",
     "p95",
     "hit rate",
@@ -173,8 +219,10 @@ def _figures(one: dict[str, Any]) -> list[str]:
         seconds = limit.get(name)
         return text(None if seconds is None else seconds * 1e3, "{:.1f}")
 
+    predicted = one["predicted"] or {}
     return [
         text(one["tok_per_s"], "{:.2f}"),
+        text(predicted.get("tok_per_s"), "{:.2f}"),
         text(one["itl_ms"]["p50"], "{:.1f}"),
         text(one["itl_ms"]["p95"], "{:.1f}"),
         text(hit_rate(decode), "{:.1%}"),

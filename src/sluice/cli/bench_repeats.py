@@ -16,6 +16,7 @@ from sluice.errors import SluiceError
 
 if TYPE_CHECKING:
     from sluice.engine import Engine
+    from sluice.plan.profile import MachineProfile
     from sluice.text.sampling import SamplingParams
 
 RAW_READ_S = 1.0
@@ -34,6 +35,7 @@ class Plan:
     params: SamplingParams
     stop: tuple[str, ...]
     raw_read: bool
+    profile: MachineProfile | None = None  # of this machine and model, to predict from
 
 
 def measure(engine: Engine, plan: Plan, stop: Stop) -> dict[str, Any]:
@@ -56,13 +58,14 @@ def measure(engine: Engine, plan: Plan, stop: Stop) -> dict[str, Any]:
             after = _raw_read(engine, depth)
             one["raw_read"] = {"before_bytes_per_s": before, "after_bytes_per_s": after, "depth": depth}
         _add_bound(one)
+        one["predicted"] = _predicted(engine, plan, one["ledger"]["decode"])
         own = {name: one.pop(name) for name in ("tokens", "text", "finish_reason")}
         first = first or own
         if own["tokens"] != first["tokens"]:
             raise SluiceError(
                 f"repeat {i + 1} generated other tokens than the first, which must not be: run it again, and report it"
             )
-        repeats.append({"pool": "warm" if i else "cold", **one})
+        repeats.append({"pool": "warm" if i else "cold" if engine.placed is None else "planned", **one})
     figures = sorted(repeats, key=lambda one: one["tok_per_s"] or 0)
     middle = figures[(len(figures) - 1) // 2]
     speeds = [one["tok_per_s"] for one in repeats if one["tok_per_s"] is not None]
@@ -79,12 +82,13 @@ def measure(engine: Engine, plan: Plan, stop: Stop) -> dict[str, Any]:
             "max_tokens": plan.gen, "stop": list(plan.stop), "ignore_eos": True,
             "raw": plan.raw or not isinstance(plan.prompt, str),
         },
-        ledger=engine.stats(),
+        ledger=engine.stats(), placed=engine.placed,
     )  # fmt: skip
     result["prefill_tok_per_s"] = middle["prefill_tok_per_s"]
     result["itl_ms"] = middle["itl_ms"]
     result["repeats"] = repeats
     result["bound"] = middle["bound"]
+    result["predicted"] = middle["predicted"]
     if plan.raw_read:
         result["raw_read"] = middle["raw_read"]
     return result
@@ -145,6 +149,16 @@ def _add_bound(one: dict[str, Any]) -> None:
     raw = one.get("raw_read")
     raw_rate = mean((raw["before_bytes_per_s"], raw["after_bytes_per_s"])) if raw else None
     one["bound"] = bound(one["ledger"]["decode"], one["decode_s"], raw_rate)
+
+
+def _predicted(engine: Engine, plan: Plan, decode: dict[str, Any]) -> dict[str, Any] | None:
+    """What the profile says that a repeat with these counters takes; None without one, and for several streams."""
+    if plan.profile is None or plan.streams > 1:
+        return None
+    from sluice.plan.bandwidth import predict_counters
+
+    predicted = predict_counters(plan.profile, decode, slots=engine.plan.slots, prefetch=engine.prefetching)
+    return None if predicted is None else predicted.as_dict()
 
 
 def _raw_read(engine: Engine, depth: int) -> float:

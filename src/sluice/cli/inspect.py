@@ -71,10 +71,11 @@ def model_facts(engine: Engine) -> dict[str, Any]:
     }
     dense = sum(info.n_bytes for info in dense_tensors(file, spec))
     rows = padded(1 << 15)  # so many positions that rounding to pages doesn't show
+    dims = {dim for shape in spec.kv_shapes_used for dim in (shape.head_dim, shape.head_dim_v)}
     kv = {
         name: kv_bytes(spec, engine.library, (KV_TYPES[name], KV_TYPES[name]), rows, 1) // rows
         for name in KV_TYPE_NAMES
-        if not any(dim % engine.library.ggml_blck_size(KV_TYPES[name]) for dim in (spec.head_dim, spec.head_dim_v))
+        if not any(dim % engine.library.ggml_blck_size(KV_TYPES[name]) for dim in dims)
     }
     return {
         "path": str(file.paths[0]),

@@ -48,7 +48,8 @@ def open_engine(path: Path, config: EngineConfig, stop: Stop) -> Engine:
 
     load_ggml(config.ggml)
     stop.check()
-    with progress_bar("loading the resident weights") as show:
+    what = "the resident weights" if config.plan is None else "the resident weights and the planned experts"
+    with progress_bar(f"loading {what}") as show:
 
         def progress(done: int, total: int) -> None:
             stop.check()
@@ -74,11 +75,16 @@ def announce(engine: Engine) -> None:
             f"budget {format_size(plan.budget)}, {DEFAULT_SHARE:.0%} of the memory that is free (--ram sets it): "
             f"{plan.slots} of {of} experts fit"
         )
+    if (placed := engine.placed) is not None:
+        note(
+            f"plan {placed.name}: {placed.loaded} experts loaded ({format_size(placed.bytes_read)} in "
+            f"{placed.seconds:.1f} s), {placed.pins} of them pinned, the rest left to {placed.policy}"
+        )
     if plan.below_floor:
         enough = round_up_size(budget_for(plan.needs, plan.slot_bytes, plan.floor_slots))
         note(
             f"warning: {plan.slots} expert slots are fewer than the {plan.floor_slots} experts that one token needs, "
-            f"so few reads are saved: --ram {enough} holds them"
+            f"so most are read anew for each: --ram {enough} holds them"
         )
     if spec.skipped:
         note(f"left in the file: {len(spec.skipped)} tensors of multi-token prediction or other modalities")

@@ -13,7 +13,7 @@ import typer
 
 from sluice.config import KV_TYPE_NAMES, READERS, EngineConfig, parse_size
 from sluice.errors import InputError
-from sluice.experts.policies import POLICIES
+from sluice.experts.policies import AUTO, POLICIES
 
 MAX_SEED = (1 << 63) - 1
 _MEMORY, _SAMPLING, _PROMPT = "Memory and speed", "Sampling", "Prompt"
@@ -56,15 +56,27 @@ class EngineOptions:
     ] = "exact"
     top_k_experts: Annotated[
         int | None,
-        _option(_MEMORY, "--top-k-experts", metavar="N", help="Lossy: N experts a token, not the model's own number."),
+        _option(
+            _MEMORY,
+            "--top-k-experts",
+            metavar="N",
+            help="Lossy: only N experts a token, fewer than the model's own number.",
+        ),
     ] = None
     no_prefetch: Annotated[
         bool, _option(_MEMORY, "--no-prefetch", help="Do not read experts ahead of their demand. Same output.")
     ] = False
     policy: Annotated[
         str | None,
-        _option(_MEMORY, "--policy", metavar="NAME", help=f"Cache policy: {', '.join(sorted(POLICIES))}. Default lru "
-                "(bench: cyclic with several streams). Same output."),
+        _option(
+            _MEMORY, "--policy", metavar="NAME", help=f"Cache policy: auto, {', '.join(sorted(POLICIES))}. Default "
+            "auto: lru, or cyclic where the pool is small for one step. Same output.",
+        ),
+    ] = None  # fmt: skip
+    plan: Annotated[
+        str | None,
+        _option(_MEMORY, "--plan", metavar="FILE", help="Start with the experts that a plan file names, and keep its "
+                "pins. Same output."),
     ] = None  # fmt: skip
     expert_slots: Annotated[
         int | None, _option(_MEMORY, "--expert-slots", metavar="N", help="Set the expert pool itself, in slots.")
@@ -80,10 +92,12 @@ class EngineOptions:
         str | None, _option(_MEMORY, "--ggml", metavar="PATH", help="A folder with other ggml libraries.")
     ] = None
 
-    def config(self, *, default_policy: str = "lru", ctx: int | None = None, **more: Any) -> EngineConfig:
-        """As the engine takes it; `ctx` and `default_policy` stand in for what was not given. Raises InputError."""
+    def config(self, *, ctx: int | None = None, **more: Any) -> EngineConfig:
+        """As the engine takes it; `ctx` stands in where none was given. Raises InputError."""
         if self.routing == "prerouted":
             raise InputError("--routing prerouted is not available in this version: leave it out, or say exact")
+        if self.plan is not None and self.policy is not None:
+            raise InputError("--plan brings its own policy: leave out --policy, or make the plan with it")
         if self.ggml is not None and not Path(self.ggml).expanduser().exists():
             raise InputError(f"--ggml {self.ggml}: no such file or folder: name one that holds ggml's libraries")
         return EngineConfig(
@@ -92,13 +106,14 @@ class EngineOptions:
             ctx=ctx if self.ctx is None else self.ctx,
             threads=self.threads,
             kv=self.kv,
-            policy=default_policy if self.policy is None else self.policy,
+            policy=AUTO if self.policy is None else self.policy,
             routing=self.routing,
             top_k_experts=self.top_k_experts,
             prefetch=not self.no_prefetch,
             io_threads=self.io_threads,
             reader=self.reader,
             ggml=None if self.ggml is None else Path(self.ggml),
+            plan=None if self.plan is None else Path(self.plan),
             **more,
         )
 

@@ -10,8 +10,10 @@ import typer
 
 from sluice.cli.opening import announce, check_prompt, feed_ahead, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Json, Model, PromptOptions, SamplingOptions, check_count, grouped
+from sluice.cli.saving import Force, SaveResidents, check_residents, save_residents
 from sluice.cli.signals import Stop, deferred
 from sluice.cli.terminal import emit, note
+from sluice.cli.tracing import Trace, TraceScores, tell_trace, trace_config
 from sluice.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,6 +36,10 @@ def run(
     engine: EngineOptions,
     sampling: SamplingOptions,
     ignore_eos: IgnoreEos = False,
+    residents: SaveResidents = None,
+    trace: Trace = None,
+    trace_scores: TraceScores = False,
+    force: Force = False,
     json: Json = False,
 ) -> int:
     """Answer one prompt, from -p, --prompt-ids or stdin; the answer streams to stdout.
@@ -41,7 +47,8 @@ def run(
     A line on stderr then says how fast it was, and what held it back. Ctrl-C ends the answer after the current token.
     """
     check_count("-n", max_tokens)
-    config = engine.config()
+    check_residents(residents, force=force)
+    config = engine.config(**trace_config(trace, trace_scores, force=force))
     params = sampling_params(sampling)
     source = prompt.ids or prompt.prompt or _from_stdin()
     path = resolve_model(model)
@@ -68,7 +75,9 @@ def run(
             note(summary(result, random_seed=sampling.seed is None))
             if json:
                 emit(result)
-        return stop.exit_code
+        save_residents(opened, residents, force=force)
+    tell_trace(opened)
+    return stop.exit_code
 
 
 def sampling_params(sampling: SamplingOptions, **defaults: float) -> SamplingParams:
@@ -114,6 +123,7 @@ def result_of(
         intervals_s=intervals, tok_per_s=rate(len(intervals), sum(intervals)),
         peak_rss_bytes=peak_rss_bytes(), budget_bytes=engine.plan.budget, slots=engine.plan.slots,
         seed=generation.seed, mode=engine.mode | {"ctx": engine.n_ctx} | mode, ledger=engine.stats(),
+        placed=engine.placed,
     )  # fmt: skip
 
 
