@@ -143,7 +143,7 @@ class Arm:
             "budget_bytes": engine.plan.budget,
             "n_ctx": engine.n_ctx,
             "threads": engine.threads,
-            "policy": engine.config.policy,
+            "policy": engine.policy,
             "prefetch": engine.config.prefetch,
             "moe_layers": len(engine.spec.moe_layers),
             "expert_bytes": sum(runs) / len(engine.spec.moe_layers),  # the mean over layers
@@ -318,7 +318,7 @@ def main() -> None:
     pool.add_argument("--resident", action="store_true", help="a slot for every expert, no prefetch")
     add("--no-prefetch", action="store_true")
     add("--no-overlap", action="store_true")
-    add("--policy", default="lru")
+    add("--policy", default="auto")
     add("--threads", type=int)
     add("--io-threads", type=int, default=4)
     add("--kv", default="f16")

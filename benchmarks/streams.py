@@ -4,7 +4,7 @@
 
 Theory. A step of many streams demands the union of their experts, each read once: the wider, the more streams share one
 read, but from a few streams on the union exceeds the pool, and a policy that evicts the least recently used then hits
-nothing. So the default policy of several streams is cyclic, which keeps part of the set across steps. The bound is
+nothing. So the default policy is then cyclic, which keeps part of the set across steps. The bound is
 overlap.py's: max(compute of the same tokens in the same batch, everything resident, bytes read ÷ raw), and so is the
 protocol. Each stream has its own prompt (they begin in all 16 clusters of synth.py's vocabulary) and its own seed.
 
@@ -32,10 +32,9 @@ def measure(args: argparse.Namespace, width: int, folder: Path) -> Json:
     """One width: its repeats, streamed and resident, and the peer's if wanted."""
     log(f"{width} streams")
     tokens = folder / f"{width}.json"
-    policy = args.policy if width > 1 else args.policy_of_one
     shared = (args.model, "--ctx", args.ctx, *flag("--threads", args.threads))
     streamed = arm(
-        "arm.py", *shared, "--ram", args.ram, "--streams", width, "--policy", policy,
+        "arm.py", *shared, "--ram", args.ram, "--streams", width, "--policy", args.policy,
         *flag("--no-prefetch", args.no_prefetch), "--prompt", args.prompt, "--warm-up", args.warm_up,
         "--gen", args.gen, "--repeat", args.repeat, "--raw", "--raw-seconds", args.raw_seconds,
         "--retakes", args.retakes, "--dump", tokens,
@@ -44,7 +43,7 @@ def measure(args: argparse.Namespace, width: int, folder: Path) -> Json:
     if any(one["kept"] for one in streamed):
         resident = arm("arm.py", *shared, "--resident", "--replay", tokens, "--passes", args.passes)
         figures = [decode_figures(*both) for both in pair(streamed, resident)]
-    result: Json = {"policy": policy, "figures": figures, "retakes": retakes(streamed), "repeats": streamed}
+    result: Json = {"policy": args.policy, "figures": figures, "retakes": retakes(streamed), "repeats": streamed}
     if args.peer:
         result["peer"] = arm(
             "llamacpp.py", args.model, "--cap", args.ram, "--streams", width, "--prompt", args.prompt,
@@ -60,8 +59,7 @@ def main() -> None:
     add("--ram", default="4G")
     add("--widths", default="1,2,4,8,16,32", help="in the order to run; the others are compared to 1")
     add("--threads", type=int)
-    add("--policy", default="cyclic", help="of several streams")
-    add("--policy-of-one", default="lru")
+    add("--policy", default="auto")
     add("--no-prefetch", action="store_true")
     add("--ctx", type=int, default=256, help="positions of each stream")
     add("--prompt", type=int, default=16, help="tokens of each stream")
