@@ -109,7 +109,9 @@ def test_bad_input_is_one_line(cli: Cli, tiny_path: Path, words: tuple[str, ...]
 def test_the_demo_model(cli: Cli, demo_model: Path, tmp_path: Path) -> None:
     profile, routes = tmp_path / "p.json", tmp_path / "routes.trace"
     small = ("--threads", 1, "--ctx", 64)
-    words = ("plan", demo_model, *small, "--profile", profile, "--ram", "400M,700M", "--json")
+    least = cli("inspect", demo_model, "--ctx", 64, "--json").json["smallest_budget_bytes"] >> 20
+    budgets = f"{least + 150}M,{least + 300}M"  # by what this process holds already
+    words = ("plan", demo_model, *small, "--profile", profile, "--ram", budgets, "--json")
     first = cli(*words)
     assert first.code == 0 and "assumed" in first.json["workload"]
     bench = ("bench", demo_model, *small, "--gen", 8, "--repeat", 1)

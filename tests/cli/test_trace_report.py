@@ -18,12 +18,16 @@ def trace(cli: Cli, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_report_is_tables_or_json(cli: Cli, trace: Path) -> None:
+def test_a_report_is_tables_or_json(cli: Cli, trace: Path, tmp_path: Path) -> None:
     shown = cli("trace", "report", trace)
     assert shown.code == 0 and shown.err == ""
     assert "adjacent reuse" in shown.out and "Hit rate of caches" in shown.out
-    numbers = cli("trace", "report", trace, trace, "--json").json
+    again = tmp_path / "again.parquet"
+    again.write_bytes(trace.read_bytes())
+    numbers = cli("trace", "report", trace, again, "--json").json
     assert (numbers["rows"], numbers["tokens"], numbers["sequences"]) == (240, 80, 2)
+    twice = cli("trace", "report", trace, trace)
+    assert twice.code == 2 and "given twice" in twice.err
 
 
 @pytest.mark.parametrize("name, head", [("r.html", b"<!doctype html>"), ("r.PNG", b"\x89PNG")])

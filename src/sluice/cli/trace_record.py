@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,7 +109,7 @@ def record(
             emit(result)
         else:
             note(
-                f"{out}: {result['tokens']} tokens of {result['sequences']} sequences, {result['rows']} rows, "
+                f"{out}: tokens: {result['tokens']}, sequences: {result['sequences']}, rows: {result['rows']}, "
                 f"{format_size(result['bytes'])}; seed {params.seed}"
             )
         return stop.exit_code
@@ -169,7 +170,6 @@ class Recording:
                     generation = Generation(session, last, self.params, max_tokens=self.max_tokens, stop=self.stops)
                     for _ in generation:
                         yield done
-                self.counts["tokens"] += len(session.tokens)
             done += len(prompt)
             yield done
 
@@ -179,16 +179,20 @@ class Recording:
             with self._session(source) as session:
                 for fed in self._feed(session, ids):
                     yield int(done + piece_share * fed / len(ids))
-                self.counts["tokens"] += len(session.tokens)
             done += piece_share
 
-    def _session(self, source: Source) -> Session:
-        session = self.engine.session()
-        self.counts["sequences"] += 1
-        if source.domain is not None:
-            assert self.engine.recorder is not None
-            self.engine.recorder.domains[session.number] = source.domain
-        return session
+    @contextmanager
+    def _session(self, source: Source) -> Iterator[Session]:
+        """A session under the source's label, whose tokens count however far they came."""
+        with self.engine.session() as session:
+            self.counts["sequences"] += 1
+            if source.domain is not None:
+                assert self.engine.recorder is not None
+                self.engine.recorder.domains[session.number] = source.domain
+            try:
+                yield session
+            finally:
+                self.counts["tokens"] += len(session.tokens)
 
     def _sequences(self, source: Source) -> Iterator[tuple[float, list[int]]]:
         """A text's tokens, as many at a time as the context holds, with about how many characters they stand for."""

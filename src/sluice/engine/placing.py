@@ -96,6 +96,8 @@ def save(
     keep: Sequence[Path],
 ) -> int:  # fmt: skip
     """Write a plan that loads what `store` holds now and keeps `plan`'s pins: how many experts. Raises InputError."""
+    while store.cache.reads_in_flight():  # of prefetches that nobody waited for
+        store.arrived(block=True)
     pins = () if plan is None else plan.pins
     kept = frozenset(pins)
     load = tuple(key for key in store.cache.eviction_order() if key not in kept)

@@ -20,17 +20,8 @@ from sluice.types import ExpertKey
 
 Array = np.ndarray[Any, Any]
 
-SHARES = (
-    0.134,
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.65,
-    0.8,
-)  # of all experts; the first always, the others if there's time
+# Of all experts; the first always, the others if there is time.
+SHARES = (0.134, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
 OTHERS = ("lfu", "lfru", "s3fifo", "arc")
 BUDGET = 6_000_000  # demands replayed, all points together: some 15 s
 STATIC, BOUND = "static", "belady"

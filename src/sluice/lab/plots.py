@@ -76,14 +76,10 @@ def concentration(figure: FigureBase, a: Analysis) -> None:
     ax.plot(curve.experts, curve.traffic, color=BLUE, label="this workload")
     ax.plot([at, at, 0], [0, 0.95, 0.95], color=ORANGE, lw=1, ls="--")
     ax.plot(at, 0.95, "o", color=ORANGE, ms=5)
-    ax.annotate(
-        f"95 % of traffic\non {at:.1%} of experts", (at, 0.95), xytext=(6 if at < 0.6 else -6, -8), va="top",
-        ha="left" if at < 0.6 else "right", textcoords="offset points", color=INK,
-    )  # fmt: skip
     percent(ax, x=True, y=True)
-    ax.set(title="Concentration", xlabel="share of all experts, most used first", ylabel="share of traffic",
-           xlim=(0, 1), ylim=(0, 1.02))  # fmt: skip
-    ax.legend(loc="lower right")
+    ax.set(title=f"95 % of traffic on {at:.1%} of experts", xlabel="share of all experts, most used first",
+           ylabel="share of traffic", xlim=(0, 1), ylim=(0, 1.02))  # fmt: skip
+    ax.legend(loc="lower right", frameon=True, facecolor="white", edgecolor="none", framealpha=1)
 
 
 def reuse(figure: FigureBase, a: Analysis) -> None:
@@ -121,6 +117,7 @@ def entropy(figure: FigureBase, a: Analysis) -> None:
     right.barh(layers, a.layer_95, height, color=BLUE)
     right.set(title="For 95 % of traffic", xlabel="of the layer's experts", xlim=(0, 1))
     for ax in (left, right):
+        ax.set_xticks([0, 0.5, 1])
         percent(ax, x=True)
         ax.grid(axis="y", visible=False)
     left.invert_yaxis()
@@ -211,7 +208,7 @@ def consistency(figure: FigureBase, a: Analysis) -> None:
         ax.set_yticks(np.linspace(0, 1, 6))
         percent(ax, y=True)
         if ax.lines:
-            ax.legend(loc="upper center", ncols=4)
+            ax.legend(loc="upper center", ncols=4, columnspacing=1, handlelength=1.4)
 
 
 def coactivation(figure: FigureBase, a: Analysis) -> None:

@@ -129,6 +129,9 @@ class Joined:
 
     def __init__(self, readers: Sequence[TraceReader]) -> None:
         infos = [reader.info for reader in readers]
+        files = [reader.path.resolve() for reader in readers]
+        if twice := [file for i, file in enumerate(files) if file in files[:i]]:
+            raise InputError(f"{twice[0]} is given twice, and its tokens would count twice: give it once")
         same_model(infos, [reader.path for reader in readers])
         self._readers = readers
         self.info = replace(infos[0], top_k=max(info.top_k for info in infos))

@@ -83,7 +83,7 @@ class MachineProfile:
             if own != value:
                 detail = "" if name == "model" else f" ({own}, now {value})"
                 raise InputError(
-                    f"{path}: the profile is of another {name}{detail}: measure again with --force, or name another"
+                    f"{path}: the profile is of another {name}{detail}: measure again (plan --force), or name another"
                 )
 
 
@@ -116,7 +116,7 @@ def load(path: Path) -> MachineProfile:
             raise ValueError(f"format {str(value.get('format'))[:20]}, this version reads {FORMAT}")
         return _checked(_build(MachineProfile, value, "the file"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: no whole machine profile ({error}): measure again with --force") from None
+        raise InputError(f"{path}: no whole machine profile ({error}): measure again (plan --force)") from None
 
 
 def _build(kind: type, value: Any, where: str) -> Any:

@@ -68,7 +68,9 @@ class TraceWriter:
 
     def _writer(self, sink: Any) -> Any:
         coded = ["step", "sequence", "phase", "layer", "domain", "experts.list.element"]
-        return self._pa.parquet.ParquetWriter(sink, self._schema, compression="zstd", use_dictionary=coded)
+        return self._pa.parquet.ParquetWriter(
+            sink, self._schema, compression="zstd", use_dictionary=coded, write_page_checksum=True
+        )
 
     def __enter__(self) -> TraceWriter:
         return self
