@@ -56,6 +56,7 @@ def test_what_is_no_trace_of_the_same_model_is_refused(cli: Cli, trace: Path, tm
         ((trace, other), "another model"),
         ((text,), "no trace"),
         ((tmp_path / "none",), "no such file"),
+        ((trace, trace), "twice"),
     ):
         result = cli("trace", "report", *paths)
         assert result.code == 2 and named in result.err and len(result.err.splitlines()) == 1

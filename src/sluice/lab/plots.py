@@ -117,7 +117,7 @@ def entropy(figure: FigureBase, a: Analysis) -> None:
     right.barh(layers, a.layer_95, height, color=BLUE)
     right.set(title="For 95 % of traffic", xlabel="of the layer's experts", xlim=(0, 1))
     for ax in (left, right):
-        ax.set_xticks([0, 0.5, 1])
+        ax.set_xticks([0, 0.25, 0.5, 0.75])
         percent(ax, x=True)
         ax.grid(axis="y", visible=False)
     left.invert_yaxis()
