@@ -4,7 +4,7 @@
 check: test lint
 
 test:
-	python -m pytest
+	python -m pytest -n 2 --dist loadfile
 
 lint:
 	ruff check .
