@@ -49,7 +49,7 @@ def measure() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.jsonl"
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS)],
+            [sys.executable, "-m", "pytest", *"-q -n 2 --dist loadfile -p no:cacheprovider".split(), str(TESTS)],
             cwd=ROOT, env={**os.environ, "SLUICE_FIGURES": str(path)}, stdout=sys.stderr, check=False,
         )  # fmt: skip
         if done.returncode:
