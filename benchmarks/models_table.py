@@ -48,8 +48,9 @@ def measure() -> list[dict[str, Any]]:
     """The figures that the tests recorded."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.jsonl"
+        how = ["-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *"-q -n 2 --dist loadfile -p no:cacheprovider".split(), str(TESTS)],
+            [sys.executable, "-m", "pytest", *how, str(TESTS)],
             cwd=ROOT, env={**os.environ, "SLUICE_FIGURES": str(path)}, stdout=sys.stderr, check=False,
         )  # fmt: skip
         if done.returncode:
