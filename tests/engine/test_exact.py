@@ -20,6 +20,7 @@ from tiny import T, write_tiny
 
 from sluice.engine import Engine
 from sluice.engine import engine as engine_module
+from sluice.engine import workspace as workspace_module
 from sluice.engine.workspace import CHUNK
 from sluice.ggml import load_library
 from sluice.models.kv_cache import KV_PADDING, KV_TYPES
@@ -174,9 +175,14 @@ def test_prompts_across_chunk_borders(files: dict[str, Path], name: str, n: int)
                     assert_same_bits(rows, expected, f"in pieces, {kv}, {slots} slots, {policy}")
 
 
+def set_chunk(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    for module in (engine_module, workspace_module):  # how wide a step may be, and where prompts are cut
+        monkeypatch.setattr(module, "CHUNK", n)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 32, 80])
 def test_chunks_of_other_sizes(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(engine_module, "CHUNK", chunk)
+    set_chunk(monkeypatch, chunk)
     rng, numbers = random.Random(chunk), np.random.default_rng(chunk)
     prompts = [prompt(numbers, n, 4) for n in (1, chunk, chunk + 1, 2 * chunk, 3 * chunk + 2, 100)]
     with resident(files["mixed"]) as engine:
@@ -243,7 +249,7 @@ def test_company_of_many_streams(files: dict[str, Path]) -> None:
 
 
 def test_a_rewound_session_is_as_good_as_a_new_one(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "CHUNK", 16)
+    set_chunk(monkeypatch, 16)
     numbers = np.random.default_rng(3)
     first, second = (prompt(numbers, 40, 3) for _ in range(2))
     joined = Prompt(first.ids[:32] + second.ids, second.forced)

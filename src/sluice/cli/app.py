@@ -9,6 +9,7 @@ import typer
 from sluice import __version__
 from sluice.cli.bench import bench
 from sluice.cli.chat import chat
+from sluice.cli.commands import register
 from sluice.cli.doctor import doctor
 from sluice.cli.eval import app as eval_app
 from sluice.cli.gate import gate
@@ -20,9 +21,8 @@ from sluice.cli.simulate import simulate
 from sluice.cli.trace import app as trace_app
 
 app = typer.Typer(name="sluice", add_completion=False, pretty_exceptions_enable=False)
-for command in (run, chat, bench, inspect, pack, doctor, simulate, plan, gate):
-    paragraphs = (command.__doc__ or "").split("\n\n")
-    app.command(command.__name__, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+alone = (run, chat, bench, inspect, pack, doctor, simulate, plan, gate)
+register(app, {command.__name__: command for command in alone})
 app.add_typer(trace_app)
 app.add_typer(eval_app)
 

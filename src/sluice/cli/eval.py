@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sluice.cli.commands import group
 from sluice.cli.doctor import IN_MEMORY
 from sluice.cli.eval_texts import TextOptions
 from sluice.cli.machine import filesystem_of
@@ -38,16 +39,6 @@ Reference = Annotated[
     typer.Option("--reference", metavar="MODEL", help="Compare with this model, of the same vocabulary, not with MODEL "
                  "itself.", show_default=False),
 ]  # fmt: skip
-
-app = typer.Typer(name="eval", add_completion=False)
-
-
-@app.callback(invoke_without_command=True)
-def top(context: typer.Context) -> None:
-    """Measure a model's quality on texts, and what a lossy mode costs of it."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-        raise typer.Exit
 
 
 @grouped
@@ -236,6 +227,4 @@ def _tell(result: Mapping[str, Any], reference: Mapping[str, Any] | None = None)
     note(f"{mode_text(result['mode'])}{against}; {shared}")
 
 
-for command in (ppl, kl):
-    paragraphs = (command.__doc__ or "").split("\n\n")
-    app.command(command.__name__, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+app = group("eval", "Measure a model's quality on texts, and what a lossy mode costs of it.", {"ppl": ppl, "kl": kl})

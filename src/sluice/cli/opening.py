@@ -111,13 +111,12 @@ def feed_ahead(session: Session, ids: list[int], stop: Stop) -> list[int]:
 
     The chunks are those that feeding it at once would make, so the result has the same bits.
     """
-    from sluice.engine.workspace import CHUNK
+    from sluice.engine.workspace import chunks
 
-    start = 0
+    begun, pieces = len(session.tokens), list(chunks(len(session.tokens), ids))
     with progress_bar("reading the prompt") as show:
-        while (end := start + CHUNK - len(session.tokens) % CHUNK) < len(ids):
-            session.feed(ids[start:end])
-            start = end
+        for piece in pieces[:-1]:
+            session.feed(piece)
             stop.check()
-            show(start, len(ids))
-    return ids[start:]
+            show(len(session.tokens) - begun, len(ids))
+    return pieces[-1] if pieces else []

@@ -17,7 +17,7 @@ from sluice.cli.signals import deferred
 from sluice.cli.terminal import emit, note, print_facts, print_table, progress_bar
 from sluice.config import EngineConfig, format_size, parse_size, usable_cores
 from sluice.errors import InputError
-from sluice.experts.policies import AUTO, is_roomy, suited
+from sluice.experts.policies import AUTO, reads_ahead, suited
 
 if TYPE_CHECKING:
     from sluice.engine import Engine
@@ -176,7 +176,7 @@ def _at(
 
     absences = workload.absences(slots)
     policy = suited(policy, slots, profile.token_experts)
-    ahead = prefetch and profile.prefetch is not None and (policy == "cyclic" or is_roomy(slots, profile.token_experts))
+    ahead = prefetch and profile.prefetch is not None and reads_ahead(policy, slots, profile.token_experts)
     decode = {
         "demand": predict_decode(profile, absences.decode, disk=disk),
         "prefetch": predict_decode(profile, absences.decode, prefetch=True, disk=disk) if ahead else None,

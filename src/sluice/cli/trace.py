@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli.commands import group
 from sluice.cli.options import Json, check_count
 from sluice.cli.terminal import emit, note, progress_bar
 from sluice.cli.trace_record import record
@@ -27,16 +28,6 @@ TopK = Annotated[
     int | None, typer.Option("--top-k", metavar="N", help="Experts that a token chooses.", show_default=False)
 ]
 Force = Annotated[bool, typer.Option("--force", metavar="", help="Overwrite OUT.")]
-
-app = typer.Typer(name="trace", add_completion=False)
-
-
-@app.callback(invoke_without_command=True)
-def top(context: typer.Context) -> None:
-    """Record which experts a model chooses, bring in such recordings, report on them."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-        raise typer.Exit
 
 
 def import_(
@@ -78,6 +69,7 @@ def import_(
     return 0
 
 
-for name, command in (("record", record), ("import", import_), ("report", report), ("synth", synth)):
-    paragraphs = (command.__doc__ or "").split("\n\n")
-    app.command(name, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+app = group(
+    "trace", "Record which experts a model chooses, bring in such recordings, report on them.",
+    {"record": record, "import": import_, "report": report, "synth": synth},
+)  # fmt: skip

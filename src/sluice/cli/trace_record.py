@@ -155,6 +155,7 @@ class Recording:
     def _prompts(self, source: Source) -> Iterator[int]:
         """Answer each prompt; yields how much of the source has been fed, in bytes or less."""
         from sluice.engine import Generation
+        from sluice.engine.workspace import chunks
 
         done = 0
         for _, prompt in source.lines():
@@ -163,7 +164,7 @@ class Recording:
                 if not self.max_tokens:
                     yield from (done for _ in self._feed(session, ids))
                 else:
-                    *first, last = self._chunks(ids)
+                    *first, last = chunks(0, ids)
                     for chunk in first:
                         session.feed(chunk)
                         yield done
@@ -212,18 +213,13 @@ class Recording:
 
     def _feed(self, session: Session, ids: list[int]) -> Iterator[int]:
         """Feed `ids`, as chunks of a prompt or one at a time; yields how many have been."""
+        from sluice.engine.workspace import chunks
+
         if self.decode:
             for token in ids:
                 self.engine.decode([session], [token])
                 yield len(session.tokens)
         else:
-            for chunk in self._chunks(ids):
+            for chunk in chunks(len(session.tokens), ids):
                 session.feed(chunk)
                 yield len(session.tokens)
-
-    @staticmethod
-    def _chunks(ids: list[int]) -> Iterator[list[int]]:
-        """What one step takes of a prompt."""
-        from sluice.engine.workspace import CHUNK
-
-        return (ids[at : at + CHUNK] for at in range(0, len(ids), CHUNK))

@@ -28,9 +28,9 @@ from sluice.engine.segments import SegmentGraphs
 from sluice.engine.session import Session
 from sluice.engine.step import Each, Stepper
 from sluice.engine.weights import DenseWeights, dense_tensors
-from sluice.engine.workspace import CHUNK, Workspace
+from sluice.engine.workspace import CHUNK, Workspace, chunks
 from sluice.errors import ContextError, EngineClosed, InputError, ModelFileError, ReadError, TemplateError
-from sluice.experts.policies import is_roomy, pinning, suited
+from sluice.experts.policies import pinning, reads_ahead, suited
 from sluice.ggml import Backend, GraphAllocator, Library, load_library
 from sluice.gguf import GgufFile, open_gguf
 from sluice.io import readers
@@ -182,7 +182,7 @@ class Engine:
         )  # fmt: skip
         step_demand = config.streams * self.plan.floor_slots
         self.policy = suited(config.policy, self.plan.slots, step_demand)
-        self.prefetching = config.prefetch and (self.policy == "cyclic" or is_roomy(self.plan.slots, step_demand))
+        self.prefetching = config.prefetch and reads_ahead(self.policy, self.plan.slots, step_demand)
         reserve = min(config.streams * spec.top_k, spec.n_expert, self.plan.slots)
         if self.placement is not None and config.plan is not None:
             self.placement = self.placement.fitted(self.plan.slots, reserve, config.plan)
@@ -283,7 +283,7 @@ class Engine:
         """
         session.check_room(ids)
         fed = 0
-        for chunk in self._chunks(len(session.tokens), self._checked(ids)):
+        for chunk in chunks(len(session.tokens), self._checked(ids)):
 
             def block(first: int, rows: np.ndarray, start: int = fed) -> None:
                 first += start
@@ -301,33 +301,24 @@ class Engine:
         Yields (index, logits [n_vocab] after its last token) as prompts end; the logits are valid until the next step.
         """
         waiting = deque(
-            (i, session, list(self._chunks(len(session.tokens), self._checked(ids))))
+            (i, session, list(chunks(len(session.tokens), self._checked(ids))))
             for i, (session, ids) in enumerate(prompts)
         )
         while waiting:
             parts, ends, room = [], [], self._n_tokens
             while waiting and len(waiting[0][2][0]) <= room:
-                i, session, chunks = waiting.popleft()
-                chunk = chunks.pop(0)
+                i, session, left = waiting.popleft()
+                chunk = left.pop(0)
                 room -= len(chunk)
                 parts.append((session, chunk))
-                if not chunks:
+                if not left:
                     ends.append((i, self._n_tokens - room - 1))
                     continue
-                waiting.appendleft((i, session, chunks))  # its next chunk needs this one's keys: a step of its own
+                waiting.appendleft((i, session, left))  # its next chunk needs this one's keys: a step of its own
                 break
             logits = self._step("prefill", parts, [column for _, column in ends])
             for row, (i, _) in enumerate(ends):
                 yield i, logits[row]
-
-    @staticmethod
-    def _chunks(position: int, ids: list[int]) -> Iterator[list[int]]:
-        """Cut a prompt where absolute positions are multiples of CHUNK."""
-        start = 0
-        while start < len(ids):
-            end = min(len(ids), start + CHUNK - (position + start) % CHUNK)
-            yield ids[start:end]
-            start = end
 
     def decode(self, sessions: Sequence[Session], ids: Sequence[int]) -> np.ndarray:
         """Feed one token to each session in one step; logits [n_sessions, n_vocab], valid until the next step."""
@@ -355,7 +346,7 @@ class Engine:
             raise ContextError(f"{len(whole)} tokens: give 1 to {self.n_ctx}, or raise --ctx")
         rows: list[np.ndarray] = []
         with self.session() as session:
-            rows += [self._step("prefill", [(session, c)], range(len(c))).copy() for c in self._chunks(0, whole)]
+            rows += [self._step("prefill", [(session, c)], range(len(c))).copy() for c in chunks(0, whole)]
         return np.concatenate(rows)
 
     # --- text

@@ -5,6 +5,7 @@ Every tensor has a numpy array over the same bytes, so writing an input is an as
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,15 @@ class Workspace:
         self._context.close()
         self._buffer.close()
         self._memory.close()
+
+
+def chunks(position: int, ids: list[int]) -> Iterator[list[int]]:
+    """Cut a prompt that begins at `position` where absolute positions are multiples of CHUNK."""
+    start = 0
+    while start < len(ids):
+        end = min(len(ids), start + CHUNK - (position + start) % CHUNK)
+        yield ids[start:end]
+        start = end
 
 
 def columns(c: Context, matrix: Tensor, n: int) -> Tensor:

@@ -62,6 +62,11 @@ def suited(name: str, n_slots: int, step_demand: int) -> str:
     return "lru" if is_roomy(n_slots, step_demand) else "cyclic"
 
 
+def reads_ahead(policy: str, n_slots: int, step_demand: int) -> bool:
+    """Whether prefetching brings more than it costs under the policy of that name."""
+    return policy == "cyclic" or is_roomy(n_slots, step_demand)
+
+
 def make_policy(name: str, *, n_slots: int, n_layers: int, pinned: Collection[ExpertKey] = ()) -> Policy:
     """A new policy by its name in POLICIES; `pinned` is the fixed set of the policy of that name."""
     if name not in POLICIES:
