@@ -35,7 +35,8 @@ class PairGraphs:
         self.workspace = workspace
         self.store = store
         self.allocator = allocator
-        self._kept: OrderedDict[tuple[int, int, bool], tuple[Context, Graph]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], tuple[Context, Graph]] = OrderedDict()
+        self._single: dict[tuple[int, int], tuple[Context, Graph]] = {}  # parts of joined graphs: freed by `close` only
         self._generation = allocator.generation
 
     def __enter__(self) -> PairGraphs:
@@ -45,51 +46,60 @@ class PairGraphs:
         self.close()
 
     def close(self) -> None:
-        for context, _ in self._kept.values():
-            context.close()
-        self._kept.clear()
+        for kept in (self._kept, self._single):
+            for context, _ in kept.values():
+                context.close()
+            kept.clear()
 
     def reserve(self, n_pairs: int) -> None:
         """Make the allocator large enough for graphs of up to `n_pairs` pairs."""
         for layer in self.family.spec.moe_layers:
-            context, graph = self._build(layer, n_pairs, False, 0, self.store.n_slots)
+            context, graph = self._build(layer, n_pairs, 0, self.store.n_slots)
             with context:
                 self.allocator.reserve(graph)
 
-    def kept(self, layer: int, n: int, n_tokens: int) -> Graph:
-        """A graph of `n` pairs of `layer`.
+    def single(self, layer: int, n: int) -> Graph:
+        """A graph of `n` pairs of `layer`, all of one token; its inputs are pair_slots, pair_rows, with biases
+        pair_experts. It lives until the allocator's memory moves."""
+        self._check_generation()
+        found = self._single.get((layer, n))
+        if found is None:
+            found = self._single[layer, n] = self.once(layer, n, 0, self.store.n_slots, single=True)
+        return found[1]
 
-        Its inputs: pair_slots, pair_rows, unless there is one token pair_tokens, and with biases pair_experts.
-        """
-        if self._generation != self.allocator.generation:
-            self.close()
-            self._generation = self.allocator.generation
-        key = (layer, n, n_tokens == 1)
+    def kept(self, layer: int, n: int) -> Graph:
+        """A graph of `n` pairs of `layer`, whose tokens are one more input: pair_tokens."""
+        self._check_generation()
+        key = (layer, n)
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = self.once(layer, n, 0, self.store.n_slots, single=n_tokens == 1)
+            found = self._kept[key] = self.once(layer, n, 0, self.store.n_slots)
             if len(self._kept) > KEPT_GRAPHS:
                 self._kept.popitem(last=False)[1][0].close()
         else:
             self._kept.move_to_end(key)
         return found[1]
 
+    def _check_generation(self) -> None:
+        if self._generation != self.allocator.generation:
+            self.close()
+            self._generation = self.allocator.generation
+
     def once(self, layer: int, n: int, first: int, n_slots: int, *, single: bool = False) -> tuple[Context, Graph]:
         """The same for `n_slots` slots from `first`, which pair_slots count from; the caller closes its context."""
-        return self.allocator.placed(*self._build(layer, n, single, first, n_slots))
+        return self.allocator.placed(*self._build(layer, n, first, n_slots, single=single))
 
-    def _build(self, layer: int, n: int, single: bool, first: int, n_slots: int) -> tuple[Context, Graph]:
+    def _build(self, layer: int, n: int, first: int, n_slots: int, *, single: bool = False) -> tuple[Context, Graph]:
         c = Context(self.allocator.library, PAIR_TENSORS, n_graphs=1)
         try:
             graph = c.graph()
-            self.append(c, graph, layer, n, single, first, n_slots)
+            self._append(c, graph, layer, n, single, first, n_slots)
             return c, graph
         except BaseException:
             c.close()
             raise
 
-    def append(self, c: Context, graph: Graph, layer: int, n: int, single: bool, first: int, n_slots: int) -> None:
-        """Add to `graph` what computes `n` pairs of `layer`; needs PAIR_TENSORS in `c`."""
+    def _append(self, c: Context, graph: Graph, layer: int, n: int, single: bool, first: int, n_slots: int) -> None:
         ws, spec, weights = self.workspace, self.family.spec, self.family.weights
         gate, up, down = self.store.matrices(c, layer, first, n_slots)
         place = (n, 1) if single else (1, n)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from sluice.engine.pairs import PAIR_TENSORS, PairGraphs
+from sluice.engine.pairs import PairGraphs
 from sluice.engine.workspace import LOOKAHEAD, Workspace, columns, elements, near_reach
-from sluice.ggml import Context, Graph, GraphAllocator, Tensor
+from sluice.ggml import Context, Graph, GraphAllocator, Tensor, chained
 from sluice.models.blocks import AttentionInputs, Family, Reach, Segment, weighted_sum
 from sluice.models.kv_cache import KVCache, padded
 from sluice.models.recurrent import RecurrentState
@@ -61,9 +61,12 @@ class _Built:
     def __init__(self) -> None:
         self.contexts: list[Context] = []
         self.graphs: list[Graph] = []
-        self.joined: dict[tuple[int, int, bool], Graph] = {}
+        self.joined: dict[tuple[int, int, bool], tuple[Context, Graph]] = {}
 
     def close(self) -> None:
+        for context, _ in self.joined.values():
+            context.close()
+        self.joined.clear()
         for context in self.contexts:
             context.close()
         self.contexts.clear()
@@ -89,6 +92,7 @@ class SegmentGraphs:
         self.lookahead = lookahead
         self._shapes: OrderedDict[BatchShape, _Built] = OrderedDict()
         self._shared: OrderedDict[tuple[int, int], tuple[Context, Graph]] = OrderedDict()
+        self._shared_single: dict[tuple[int, int], tuple[Context, Graph]] = {}  # of one token: parts of joined graphs
 
     def __enter__(self) -> SegmentGraphs:
         return self
@@ -100,9 +104,10 @@ class SegmentGraphs:
         for built in self._shapes.values():
             built.close()
         self._shapes.clear()
-        for context, _ in self._shared.values():
-            context.close()
-        self._shared.clear()
+        for kept in (self._shared, self._shared_single):
+            for context, _ in kept.values():
+                context.close()
+            kept.clear()
 
     # --- segments
 
@@ -129,28 +134,30 @@ class SegmentGraphs:
         return built.graphs
 
     def joined(self, shape: BatchShape, i: int, n: int, pairs: PairGraphs, *, shared: bool) -> Graph:
-        """Segment `i` of a single token, with the last `n` pairs of the layer before it in the same graph.
+        """Segment `i` of a single token, and before it the last `n` pairs of the layer before, in one graph.
 
         `shared`: that layer's shared experts too. Saves launches, and with them the waking of the other threads. Call
         `of` for the shape first.
         """
         built = self._shapes[shape]
-        graph = built.joined.get((i, n, shared))
-        if graph is None:
-            context, graph = self.allocator.placed(*self._segment(shape, i, n, pairs, shared))
-            built.contexts.append(context)
-            built.joined[i, n, shared] = graph
-        return graph
+        found = built.joined.get((i, n, shared))
+        if found is None:
+            layer = self.spec.moe_layers[i - 1]
+            parts = [pairs.single(layer, n), *([self.shared(layer, 1)] if shared else []), built.graphs[i]]
+            found = built.joined[i, n, shared] = chained(*parts)
+        return found[1]
 
     def shared(self, layer: int, n: int) -> Graph:
         """The shared experts of `layer` on the first `n` columns of what it reads."""
         key = (layer, n)
-        if key not in self._shared:
-            self._shared[key] = self.allocator.placed(*self._shared_graph(layer, n))
+        kept = self._shared_single if n == 1 else self._shared
+        if key not in kept:
+            kept[key] = self.allocator.placed(*self._shared_graph(layer, n))
             if len(self._shared) > KEPT_SHAPES * len(self.spec.moe_layers):
                 self._shared.popitem(last=False)[1][0].close()
-        self._shared.move_to_end(key)
-        return self._shared[key][1]
+        elif n > 1:
+            self._shared.move_to_end(key)
+        return kept[key][1]
 
     def _shared_graph(self, layer: int, n: int) -> tuple[Context, Graph]:
         ws = self.workspace
@@ -164,9 +171,7 @@ class SegmentGraphs:
             c.close()
             raise
 
-    def _segment(
-        self, shape: BatchShape, i: int, n_pairs: int = 0, pairs: PairGraphs | None = None, shared: bool = False
-    ) -> tuple[Context, Graph]:
+    def _segment(self, shape: BatchShape, i: int) -> tuple[Context, Graph]:
         spec, family, ws, n = self.spec, self.family, self.workspace, shape.n_tokens
         moe = spec.moe_layers
         last = i == len(moe)
@@ -174,11 +179,9 @@ class SegmentGraphs:
         layers = range(first_layer, spec.n_layers if last else moe[i] + 1)
         each = LAYER_TENSORS + (STATE_TENSORS if spec.recurrent else STREAM_TENSORS) * len(shape.columns)
         n_tensors = 160 + each * max(1, len(layers)) + 2 * spec.top_k
-        c = Context(self.library, n_tensors + PAIR_TENSORS * bool(n_pairs) + SHARED_TENSORS, n_graphs=1)
+        c = Context(self.library, n_tensors, n_graphs=1)
         try:
             graph = c.graph()
-            if pairs is not None:
-                pairs.append(c, graph, moe[i - 1], n_pairs, True, 0, pairs.store.n_slots)
             if i == 0:
                 x = family.embed(c, elements(c, ws.tokens, n))
             else:
@@ -188,12 +191,8 @@ class SegmentGraphs:
                     graph.add(c.cpy(c.reshape(weights, spec.top_k, m), columns(c, ws.weights, m)))
                 outputs = c.view(ws.pairs, (spec.n_embd, spec.top_k, m))
                 total = weighted_sum(c, outputs, weights)
-                x, also = columns(c, ws.residual, m), None
-                if spec.n_ff_shared and shared:
-                    also = family.shared(c, moe[i - 1], x, columns(c, ws.normed, m))
-                elif spec.n_ff_shared:
-                    also = columns(c, ws.shared, m)
-                x = family.combined(c, moe[i - 1], x, total, also)
+                also = columns(c, ws.shared, m) if spec.n_ff_shared else None
+                x = family.combined(c, moe[i - 1], columns(c, ws.residual, m), total, also)
             inputs = self._attention_inputs(c, graph, shape)
             for layer in layers:
                 x = family.attention(c, layer, x, inputs)

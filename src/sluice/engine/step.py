@@ -304,10 +304,10 @@ class Stepper:
                 pair_rows[at] = demand.pairs[key.expert][0]
                 if pair_experts is not None:
                     pair_experts[at] = key.expert
-            if join and len(keys) in (1, demand.top_k):  # the usual cases; each kind is a set of graphs to keep
+            if join:
                 self._joining = keys
             else:
-                self._compute(self.pairs.kept(layer, len(keys), 1))
+                self._compute(self.pairs.single(layer, len(keys)))
             return
         for group, first, n_slots in _pair_groups(demand, keys, slots):
             rows = np.concatenate([demand.pairs[key.expert] for key in group])
@@ -319,7 +319,7 @@ class Stepper:
                 pair_experts[:n_pairs] = np.repeat([key.expert for key in group], counts)
             if n_pairs <= KEPT_PAIRS and all_slots * n_pairs * ROW_MAP_ENTRY <= ROW_MAP_BYTES:
                 pair_slots[:n_pairs] = np.repeat([slots[key] for key in group], counts)
-                self._compute(self.pairs.kept(layer, n_pairs, n))
+                self._compute(self.pairs.kept(layer, n_pairs))
             else:
                 pair_slots[:n_pairs] = np.repeat([slots[key] - first for key in group], counts)
                 context, graph = self.pairs.once(layer, n_pairs, first, n_slots)

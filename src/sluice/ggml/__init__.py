@@ -2,7 +2,18 @@
 
 from sluice.ggml.backend import Backend, Buffer, GraphAllocator
 from sluice.ggml.library import Library, load_library
-from sluice.ggml.tensor import Context, Graph, Tensor
+from sluice.ggml.tensor import Context, Graph, Tensor, chained
 from sluice.ggml.types import GgmlType
 
-__all__ = ["Backend", "Buffer", "Context", "GgmlType", "Graph", "GraphAllocator", "Library", "Tensor", "load_library"]
+__all__ = [
+    "Backend",
+    "Buffer",
+    "Context",
+    "GgmlType",
+    "Graph",
+    "GraphAllocator",
+    "Library",
+    "Tensor",
+    "chained",
+    "load_library",
+]

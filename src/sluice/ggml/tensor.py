@@ -82,31 +82,49 @@ def full_shape(shape: Sequence[int]) -> Shape:
 
 
 class Graph:
-    """A compute graph inside a Context; nodes run in the order they were added."""
+    """A compute graph inside a Context, of at most `n_nodes` nodes, which run in the order they were added."""
 
-    __slots__ = ("context", "ptr")
+    __slots__ = ("added", "context", "n_nodes", "ptr")
 
-    def __init__(self, context: Context, ptr: int) -> None:
+    def __init__(self, context: Context, ptr: int, n_nodes: int) -> None:
         self.context = context
         self.ptr = ptr
+        self.n_nodes = n_nodes
+        self.added: list[Tensor] = []
 
     def add(self, *tensors: Tensor) -> None:
         """Append what computes each tensor, in this order."""
         for tensor in tensors:
             self.context.library.ggml_build_forward_expand(self.ptr, tensor.ptr)
+        self.added += tensors
+
+
+def chained(*graphs: Graph) -> tuple[Context, Graph]:
+    """A graph that runs `graphs`, placed in memory already, one after the other; its context, for the caller to close.
+
+    It has the nodes of those, so they must outlive it, and no memory of its own: what passes from one to the next is
+    what they have written down where the next one looks for it.
+    """
+    n_nodes = sum(graph.n_nodes for graph in graphs)
+    c = Context(graphs[0].context.library, 0, n_graphs=1, n_nodes=n_nodes)
+    whole = c.graph()
+    for graph in graphs:
+        whole.add(*graph.added)
+    return c, whole
 
 
 class Context:
-    """Memory for the headers of up to `n_tensors` tensors (and graphs of as many nodes); a context manager.
+    """Memory for the headers of up to `n_tensors` tensors, and for graphs of up to `n_nodes` nodes, as many where not
+    given; a context manager.
 
     Freeing it invalidates its tensors and graphs. Data lives elsewhere.
     """
 
-    def __init__(self, library: Library, n_tensors: int, *, n_graphs: int = 0) -> None:
+    def __init__(self, library: Library, n_tensors: int, *, n_graphs: int = 0, n_nodes: int | None = None) -> None:
         self.library = library
-        self.n_nodes = n_tensors
+        self.n_nodes = n_tensors if n_nodes is None else n_nodes
         n_bytes = n_tensors * (library.ggml_tensor_overhead() + 64)
-        n_bytes += n_graphs * (library.ggml_graph_overhead_custom(n_tensors, False) + 64) + 1024
+        n_bytes += n_graphs * (library.ggml_graph_overhead_custom(self.n_nodes, False) + 64) + 1024
         self._ptr: int | None = library.ggml_init(InitParams(n_bytes, None, True))
         _need(bool(self._ptr), lambda: f"ggml could not allocate a context of {n_bytes} bytes")
 
@@ -122,7 +140,7 @@ class Context:
             self._ptr = None
 
     def graph(self) -> Graph:
-        return Graph(self, self.library.ggml_new_graph_custom(self._ptr, self.n_nodes, False))
+        return Graph(self, self.library.ggml_new_graph_custom(self._ptr, self.n_nodes, False), self.n_nodes)
 
     def _new(self, ptr: int, type: GgmlType, shape: Sequence[int], strides: Shape | None = None) -> Tensor:
         return Tensor(self.library, ptr, type, full_shape(shape), strides)
@@ -269,6 +287,10 @@ class Context:
 
     def tanh(self, a: Tensor) -> Tensor:
         return self._unary("tanh", a)
+
+    def gelu_erf(self, a: Tensor) -> Tensor:
+        """GELU as it is defined, a × Φ(a), with the error function."""
+        return self._unary("gelu_erf", a)
 
     def softplus(self, a: Tensor) -> Tensor:
         """log(1 + exp(a))."""

@@ -225,7 +225,7 @@ class Probe:
             self.check()
             total = 0.0
             for layer, slots in by_layer.items():
-                graph = stepper.pairs.kept(layer, k, 1)
+                graph = stepper.pairs.single(layer, k)
                 arrays["pair_slots"][:k] = ((slots[-k:] or spare[-k:]) * k)[:k]
                 arrays["pair_rows"][:k] = range(k)
                 if "pair_experts" in arrays:
