@@ -27,6 +27,7 @@ from common import log, middle, ratio, report, row, run_main
 
 from sluice.config import parse_size
 from sluice.engine.memory import free_bytes
+from sluice.plan.measure import settle
 
 Json = dict[str, Any]
 MODES: dict[str, list[str]] = {"exact": [], "demand": ["--no-prefetch"]}
@@ -44,7 +45,8 @@ def sluice(*words: object) -> Json:
 
 
 def point(args: argparse.Namespace, ram: str, mode: str, profile: Path, trace: Path) -> Json:
-    """One budget: predicted, measured, predicted again."""
+    """One budget: predicted, measured, predicted again. Where a virtual machine's host takes free memory back, that is
+    waited for first: memory that a run before has left would be cheaper to touch than a profile says."""
     shared = [*MODES[mode], *([] if args.threads is None else ["--threads", args.threads])]
 
     def predicted() -> Json:
@@ -53,6 +55,7 @@ def point(args: argparse.Namespace, ram: str, mode: str, profile: Path, trace: P
         return found["results"][0] | {"disk_now": found["disk_now"]}
 
     before = predicted()
+    settle()
     measured = sluice(
         "bench", args.model, "--ram", ram, "--profile", profile, "--prompt-tokens", args.prompt, "--gen", args.gen,
         "--repeat", 1, "--seed", args.seed, *shared,

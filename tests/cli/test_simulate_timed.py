@@ -18,8 +18,9 @@ MACHINE = ("--read-rate", "64M", "--layer-ms", "1", "--expert-ms", "0.5")
 PROFILE = MachineProfile(
     fingerprint="", machine="a test", threads=1, reader="threads", ggml="", taken="", moe_layers=3, n_expert=8, top_k=2,
     expert_bytes=2654208.0, dense_bytes=1, ram_bytes_per_s=1e10, raw_bytes_per_s=1e9, raw_depth=4, load_a_s=0.0,
-    load_b_s=0.002, load_error_s=0.0, read_beside=0.9, compute_beside=0.8, host_read_s=1e-5, sampling_s=1e-3,
-    recall=0.9, demand=StepCost(0.009, 0.006, 0.003), prefetch=StepCost(0.012, 0.006, 0.003),
+    load_b_s=0.002, load_error_s=0.0, read_beside=0.9, compute_beside=0.8, fresh_host_s=0.0,
+    fresh_load_s=0.0, host_read_s=1e-5, sampling_s=1e-3, recall=0.9,
+    demand=StepCost(0.009, 0.006, 0.003), prefetch=StepCost(0.012, 0.006, 0.003),
     prompts=(PromptCost(8, 0.1, 0.01, 24),),
 )  # fmt: skip
 

@@ -106,16 +106,62 @@ def test_a_prompt_that_reads_all_its_experts() -> None:
 
 
 def test_counters_of_a_run_give_its_speed() -> None:
-    counters = {"steps": 5, "demands": 200, "misses": 60, "prefetch_used": 40}
+    counters = {"steps": 5, "demands": 200, "misses": 60, "prefetch_used": 40, "reads": 100, "evictions": 100}
     predicted = predict_counters(profile(), counters, slots=160)
     assert predicted is not None
     assert predicted.bytes_per_step == pytest.approx(20e6)
     assert speed(profile(), 4) < predicted.tok_per_s < speed(profile(), 0)
 
 
+@pytest.mark.parametrize("evictions", [0, 40, 100, 120])
+def test_reads_that_evicted_nothing_went_into_fresh_memory(evictions: int) -> None:
+    counters = {"steps": 5, "demands": 200, "misses": 100, "prefetch_used": 0, "reads": 100, "evictions": evictions}
+    predicted = predict_counters(profile(fresh_host_s=0.009), counters, slots=160)
+    assert predicted is not None
+    assert predicted.fresh_s == pytest.approx(max(0, 100 - evictions) / 5 * 0.009)
+
+
+def filling(absent: float, slots: int, steps: int = 3) -> Absences:
+    """`absences` of a pool that was empty."""
+    free = np.maximum(0, slots - 10 * absent * np.arange(steps))
+    return replace(absences(absent, steps), free=free)
+
+
+def test_the_first_reads_of_a_pool_touch_its_memory() -> None:
+    touching = profile(fresh_host_s=0.009)
+    plain, fresh = predict_decode(touching, absences(2)), predict_decode(touching, filling(2, 30))
+    assert plain is not None and fresh is not None
+    assert plain.fresh_s == 0 and plain == predict_decode(profile(), absences(2))
+    assert fresh.fresh_s == pytest.approx(30 * 0.009 / 3)
+    spent = fresh.compute_s + fresh.wait_s + fresh.host_s + fresh.fresh_s
+    assert 1 / fresh.tok_per_s == pytest.approx(spent) and spent > 1 / plain.tok_per_s
+    assert predict_decode(profile(), filling(2, 30)) == replace(plain)
+    slow = predict_decode(profile(fresh_host_s=0.09), filling(2, 1000))
+    assert slow is not None and slow.bottleneck == "fresh memory" and slow.fresh_s == pytest.approx(20 * 0.09)
+    cold = predict_prefill(touching, filling(2, 30, 1), (32,))
+    assert cold is not None and cold.fresh_s == pytest.approx(20 * 0.009)
+
+
+def test_needless_reads_ahead_touch_memory_too() -> None:
+    guessing = profile(fresh_host_s=0.009, recall=0.5)
+    few, many = (
+        predict_decode(replace(guessing, recall=recall), filling(2, 150), prefetch=True) for recall in (1.0, 0.5)
+    )
+    assert few is not None and many is not None
+    assert few.fresh_s == pytest.approx(20 * 0.009)
+    assert few.fresh_s * 1.1 < many.fresh_s < few.fresh_s * 2
+
+
+def test_all_of_a_long_run_counts_alike() -> None:
+    long = filling(1, 5000, 1000)  # full after half of it
+    predicted = predict_decode(profile(fresh_host_s=0.009), long)
+    assert predicted is not None and predicted.fresh_s == pytest.approx(5000 * 0.009 / 1000, rel=0.02)
+
+
 def test_the_bottleneck() -> None:
     assert bottleneck(profile(), Times(compute_s=1, wait_s=2, host_s=0)) == "disk"
     assert bottleneck(profile(), Times(compute_s=1, wait_s=0, host_s=2)) == "Python"
+    assert bottleneck(profile(), Times(compute_s=1, wait_s=0, host_s=2, fresh_s=3)) == "fresh memory"
     assert bottleneck(profile(), Times(compute_s=2, wait_s=1, host_s=1)) == "arithmetic"  # 0.5 of 20 GB/s
     slow_memory = profile(ram_bytes_per_s=0.6e9)
     assert bottleneck(slow_memory, Times(compute_s=2, wait_s=1, host_s=1)) == "memory"
@@ -126,6 +172,9 @@ def test_what_would_help() -> None:
     assert waiting["a disk twice as fast"] > 1.8
     order = ["memory for all experts", "a disk twice as fast", "arithmetic twice as fast"]
     assert sorted(waiting, key=lambda name: -waiting[name]) == order and min(waiting.values()) >= 1
+    empty = remedies(profile(fresh_host_s=0.09), filling(2, 1000))
+    assert max(empty, key=lambda name: empty[name]) == "memory for all experts"
+    assert empty["memory for all experts"] > empty["memory touched before"] > 5 > empty["a disk twice as fast"]
     computing = remedies(profile(demand=StepCost(1.0, 1.0, 0.0)), absences(0))
     assert computing == {
         "a disk twice as fast": 1.0, "arithmetic twice as fast": pytest.approx(2.0), "memory for all experts": 1.0,
@@ -142,5 +191,6 @@ def test_the_assumed_hit_rate_is_the_papers_and_nothing_below_one_token() -> Non
     for slots in (100, 823, 3000, 6144):
         drawn = assumed.absences(slots)
         assert drawn.decode.hit_rate == pytest.approx(assumed.hit_rate(slots), abs=0.01)
+        assert not drawn.decode.fresh.any() and not drawn.prefill.fresh.any()
         assert drawn.prefill.absent.sum() == pytest.approx(3000 * (1 - slots / 6144))
     assert "assumed" in assumed.label and "--trace" in assumed.label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from sluice.config import EngineConfig
 from sluice.engine import Engine
 from sluice.plan import measure as measuring
 from sluice.plan.bandwidth import predict_counters
-from sluice.plan.probe import Probe, probe_slots, ram_rate
+from sluice.plan.probe import Fresh, Probe, _Burst, _fresh, probe_slots, ram_rate
 from sluice.plan.profile import MachineProfile, load, save
 
 
@@ -29,7 +30,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain reading and memory are measured shortly."""
+    """Plain reading and memory are measured shortly, and at once."""
+    monkeypatch.setattr("sluice.plan.measure.SETTLE_S", 0)
     monkeypatch.setattr("sluice.plan.probe.RAW_S", 0.05)
     monkeypatch.setattr("sluice.plan.probe.RAM_S", 0.05)
 
@@ -50,8 +52,10 @@ def test_a_profile_has_figures_that_can_be(tiny: Path, tmp_path: Path) -> None:
         layout = engine.store.layout
         assert profile.expert_bytes == sum(run.n_bytes for run in layout.runs[0])
         predicted = predict_counters(
-            profile, {"steps": 2, "demands": 12, "misses": 3, "prefetch_used": 2}, slots=9, prefetch=True
-        )
+            profile,
+            {"steps": 2, "demands": 12, "misses": 3, "prefetch_used": 2, "reads": 6, "evictions": 2},
+            slots=9, prefetch=True,
+        )  # fmt: skip
         assert predicted is not None and predicted.tok_per_s > 0
         assert predicted.bytes_per_step >= 2.5 * profile.expert_bytes * 0.999
 
@@ -72,6 +76,40 @@ def test_resident_steps_read_nothing_and_loads_are_as_cold_as_asked(tiny: Path) 
         engine.store.cache.check()
 
 
+@pytest.mark.parametrize("how", ["auto", "threads"])
+def test_what_fresh_memory_costs_is_measured_while_the_pool_fills(tiny: Path, how: str) -> None:
+    with Engine(tiny, EngineConfig(threads=1, expert_slots=12, ctx=64, reader=how)) as engine:
+        probe = Probe(engine)
+        found = probe.fresh()
+        assert engine.store.cache.n_free == 0
+        assert all(math.isfinite(cost) and cost >= 0 for cost in found)
+        assert probe.fresh() == (0, 0)  # nothing is fresh any more
+        engine.store.cache.check()
+    with Engine(tiny, EngineConfig(threads=1, expert_slots=24, ctx=64)) as engine:
+        assert Probe(engine).fresh() == (0, 0)  # nothing to compare with: all experts are there
+        assert engine.store.cache.n_free == 0
+
+
+@pytest.mark.parametrize(
+    ("new", "used", "found"),
+    [
+        # asked for in 9 instead of 1; the second load of 5 runs while none is asked for any more, as the used ones' did
+        (_Burst(2, 18, 23), _Burst(2, 2, 11), (8, 0)),
+        (_Burst(2, 2, 21), _Burst(2, 2, 11), (0, 5)),  # all in the load: 10 instead of 5
+        (_Burst(2, 4, 22), _Burst(2, 2, 11), (1, 5)),  # in both
+        (_Burst(1, 3, 11), _Burst(2, 2, 11), (2, 3)),
+        (_Burst(2, 1, 9), _Burst(2, 2, 11), (0, 0)),  # never less than nothing
+    ],
+)
+def test_costs_of_fresh_memory_are_told_apart(new: _Burst, used: _Burst, found: tuple[float, float]) -> None:
+    assert _fresh([new], [used]) == Fresh(*found)
+
+
+def test_costs_of_fresh_memory_are_means() -> None:
+    cheap, dear, used = _Burst(1, 1, 6), _Burst(1, 21, 26), _Burst(1, 1, 6)
+    assert _fresh([cheap] * 9 + [dear], [used]) == pytest.approx((2, 0))
+
+
 def test_after_a_probe_the_engine_runs_as_before(tiny: Path) -> None:
     def tokens(engine: Engine) -> list[int]:
         return [token.id for token in engine.generate([5, 6, 7], 6, temperature=0, ignore_eos=True)]
@@ -81,6 +119,7 @@ def test_after_a_probe_the_engine_runs_as_before(tiny: Path) -> None:
         expected = tokens(engine)
     with Engine(tiny, config) as engine:
         probe = Probe(engine)
+        probe.fresh()
         probe.prompts()
         loads = probe.loads()
         probe.natural()
@@ -111,6 +150,30 @@ def test_the_end_can_be_asked_for(tiny: Path) -> None:
     config = replace(measuring.probe_config(Engine(tiny, EngineConfig(threads=1), plan_only=True), 1 << 30), threads=1)
     with pytest.raises(Stopped):
         measuring.measure(config, lambda config: Engine(tiny, config), machine="here", check=check)
+
+
+def test_a_host_that_takes_memory_back_is_known_by_its_balloon(tmp_path: Path) -> None:
+    assert not measuring.host_takes_back(tmp_path / "none")
+    (tmp_path / "virtio0").mkdir()
+    for bits, takes in (("0110000", False), ("01100", False), ("", False), ("0110010", True)):
+        (tmp_path / "virtio0" / "features").write_text(bits + "\n")
+        assert measuring.host_takes_back(tmp_path) is takes
+
+
+def test_it_waits_for_that_host(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    waited = []
+
+    def check() -> None:
+        waited.append(1)
+        if len(waited) == 3:
+            raise InterruptedError
+
+    monkeypatch.setattr(measuring, "SETTLE_S", 1e9)
+    monkeypatch.setattr(measuring, "SETTLE_STEP_S", 0)
+    monkeypatch.setattr(measuring, "host_takes_back", lambda balloons: True)
+    with pytest.raises(InterruptedError):
+        measuring.measure(EngineConfig(), lambda config: Engine(tiny, config), machine="here", check=check)
+    assert len(waited) == 3
 
 
 def test_slots_to_probe_with() -> None:

@@ -63,8 +63,10 @@ def _set(*path: str | int, to: Any) -> Callable[[dict[str, Any]], Any]:
     ("change", "complaint"),
     [
         (lambda v: v.pop("load_b_s"), "load_b_s is missing"),
+        (lambda v: v.pop("fresh_host_s"), "fresh_host_s is missing"),
+        (_set("fresh_load_s", to=-1e-3), "fresh_load_s is '-0.001'"),
         (_set("more", to=1), "'more' is unknown"),
-        (_set("format", to=2), "format 2"),
+        (_set("format", to=1), "format 1"),
         (_set("threads", to="2"), "threads is '2'"),
         (_set("threads", to=True), "threads is 'True'"),
         (_set("top_k", to=1.5), "top_k is '1.5'"),
@@ -91,7 +93,7 @@ def test_damaged_files_are_named(tmp_path: Path, change: Callable[[dict[str, Any
     assert str(path) in str(caught.value) and "--force" in str(caught.value)
 
 
-NO_PROFILES = ["", "{", "[]", "null", "\x00\xff", "NaN", "[" * 100_000, '{"format": 1}', " " * (2 << 20)]
+NO_PROFILES = ["", "{", "[]", "null", "\x00\xff", "NaN", "[" * 100_000, '{"format": 2}', " " * (2 << 20)]
 
 
 @pytest.mark.parametrize("text", NO_PROFILES, ids=range(len(NO_PROFILES)))

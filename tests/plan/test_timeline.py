@@ -55,9 +55,9 @@ def test_what_is_not_predicted_is_read_on_demand() -> None:
 
 
 def test_wrong_predictions_cost_reads_that_nobody_waits_for() -> None:
-    right = step_times([4, 4], [0, 0], PLAIN, recall=0.5, wrong_absent=0.0)
-    wrong = step_times([4, 4], [0, 0], PLAIN, recall=0.5, wrong_absent=0.5)
-    assert wrong.reads == pytest.approx(4 * 0.5 * 0.5)
+    right = step_times([4, 4], [0, 0], PLAIN, recall=0.5)
+    wrong = step_times([4, 4], [0, 0], PLAIN, recall=0.5, needless=[0, 1])
+    assert wrong.reads == 1
     assert wrong.wait_s == right.wait_s == 0
 
 
@@ -73,20 +73,60 @@ def test_a_read_costs_python() -> None:
     assert step_times([4], [3], replace(PLAIN, read_s=0.5)).host_s == pytest.approx(1 + 5 + 3 * 0.5)
 
 
+def test_fresh_memory_costs_the_main_thread_and_reads_go_on_meanwhile() -> None:
+    costs = replace(PLAIN, fresh_host_s=9)
+    used, half = step_times([4], [4], costs), step_times([4], [4], costs, fresh=[0.5])
+    assert used.fresh_s == 0
+    assert half.fresh_s == 4 * 0.5 * 9
+    assert (half.compute_s, half.host_s, half.reads) == (used.compute_s, used.host_s, used.reads)
+    # in those 18 seconds the disk reads all that the step waited for before: 3 until the first came, 1 for each other
+    assert used.wait_s == pytest.approx(3 + 3 * 1)
+    assert half.wait_s == 0
+    assert half.wall_s == pytest.approx(used.wall_s + 18 - 6)
+
+
+def test_fresh_memory_in_the_load_is_waited_for() -> None:
+    costs = replace(PLAIN, fresh_load_s=6)
+    used, fresh = step_times([4], [4], costs), step_times([4], [4], costs, fresh=[1])
+    assert fresh.wall_s == pytest.approx(used.wall_s + 4 * 6)  # the disk set the pace already
+    assert fresh.wait_s + fresh.fresh_s == pytest.approx(used.wait_s + 4 * 6)
+    assert fresh.fresh_s == pytest.approx((fresh.wait_s + fresh.fresh_s) * 6 / 9)
+    hidden = step_times([4], [1], replace(costs, fresh_load_s=2), fresh=[1])
+    assert hidden.wait_s == hidden.fresh_s == 0  # 5 seconds under 6 of the resident experts
+
+
+def test_needless_reads_touch_fresh_memory_too() -> None:
+    costs = replace(PLAIN, fresh_host_s=9)
+    times = step_times([4, 4], [0, 0], costs, recall=0.5, needless=[0, 2], fresh=[0, 0.5])
+    assert times.fresh_s == 9 and times.wait_s == 0
+
+
 shares = st.floats(0.2, 1)
 seconds = st.floats(0.001, 1)
 layers = st.lists(st.integers(0, 4), min_size=1, max_size=6)
 recalls = st.none() | st.floats(0, 1)
-costs = st.builds(Costs, seconds, seconds, seconds, seconds, seconds, seconds, shares, shares)
+costs = st.builds(Costs, seconds, seconds, seconds, seconds, seconds, seconds, shares, shares, seconds, seconds)
 
 
 @given(costs, layers, recalls)
 def test_a_step_takes_no_less_than_its_arithmetic_and_its_reads(costs: Costs, absent: list[int], recall: float) -> None:
-    times = step_times([4] * len(absent), absent, costs, recall=recall, wrong_absent=0.0)
+    times = step_times([4] * len(absent), absent, costs, recall=recall)
     arithmetic = costs.segment_s * (len(absent) + 1) + 4 * len(absent) * costs.expert_s
     assert times.compute_s >= arithmetic * (1 - 1e-9)
     assert times.wall_s >= sum(absent) * costs.load_s * (1 - 1e-9)
     assert times.reads == pytest.approx(sum(absent))
+
+
+@given(costs, layers, recalls)
+def test_fresh_memory_never_helps_nor_costs_more_than_its_touches(
+    costs: Costs, absent: list[int], recall: float
+) -> None:
+    needed, n = [4] * len(absent), sum(absent)
+    used = step_times(needed, absent, costs, recall=recall)
+    fresh = step_times(needed, absent, costs, recall=recall, fresh=[1] * len(absent))
+    most = n * (costs.fresh_host_s + costs.fresh_load_s)
+    assert n * costs.fresh_host_s * (1 - 1e-9) <= fresh.fresh_s <= most * (1 + 1e-9)
+    assert used.wall_s * (1 - 1e-9) <= fresh.wall_s
 
 
 @given(costs, layers, recalls)

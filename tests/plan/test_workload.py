@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import write_tiny
 
 from sluice.engine import Engine
 from sluice.errors import InputError
-from sluice.plan.workload import TraceWorkload
+from sluice.plan.workload import Absences, TraceWorkload, ahead, first_uses, on_demand
 
 SLOTS = 12
 
@@ -38,6 +39,60 @@ def test_a_replay_lacks_what_the_engine_read(recorded: tuple[Path, dict[str, dic
         assert absences.absent.sum() == ledger[phase]["misses"] > 0
         assert absences.absent_share == 0.5
     assert found.decode.needed.shape == (ledger["decode"]["steps"], 3)
+
+
+@pytest.mark.parametrize("slots", [6, 12, 18, 30])
+def test_an_empty_pool_fills_with_its_first_reads(
+    recorded: tuple[Path, dict[str, dict[str, int]], str], slots: int
+) -> None:
+    trace, ledger, _ = recorded
+    found = workload(trace).absences(slots)
+    decode, prefill = found.decode, found.prefill
+    reads = prefill.absent.sum() + decode.absent.sum()
+    assert prefill.fresh.sum() + decode.fresh.sum() == min(slots, reads)
+    assert prefill.fresh.sum() == min(slots, prefill.absent.sum())
+    assert ((decode.fresh >= 0) & (decode.fresh <= decode.absent)).all()
+    if slots == SLOTS:
+        for phase, absences in (("prefill", prefill), ("decode", decode)):
+            assert absences.fresh.sum() == ledger[phase]["misses"] - ledger[phase]["evictions"]
+
+
+def test_the_first_layers_of_a_step_take_what_is_left() -> None:
+    reads, free = np.array([[2.0, 0, 3], [2, 2, 1], [1, 1, 0]]), np.array([7.0, 3, 0])
+    assert first_uses(reads, free).tolist() == [[2, 0, 3], [2, 1, 0], [0, 0, 0]]
+
+
+def steps(absent: float, slots: float, n: int = 20) -> Absences:
+    """Steps of one token: each of 3 layers of 8 experts needs 2 of them; from an empty pool of `slots` slots."""
+    shape = (n, 3)
+    return Absences(np.full(shape, 2.0), np.full(shape, absent), 0.0, np.maximum(0, slots - np.arange(n) * 3 * absent))
+
+
+def test_on_demand_nothing_is_needless() -> None:
+    reads = on_demand(steps(0.5, 18))
+    assert not reads.needless.any()
+    assert (reads.fresh[:12] == 1).all() and not reads.fresh[12:].any()
+    assert not on_demand(steps(0, 18)).fresh.any()
+
+
+def test_needless_reads_take_fresh_slots_sooner() -> None:
+    lacking = steps(0.5, 18)
+    right, wrong = ahead(lacking, 1.0, 2, 8), ahead(lacking, 0.5, 2, 8)
+    assert not right.needless.any() and (right.fresh == on_demand(lacking).fresh).all()
+    # one wrong guess in each layer but the first, of which 18 of 24 are absent before anything else was read
+    assert wrong.needless[0].tolist() == [0, 0.75, 0.75]
+    assert (np.diff(wrong.needless[:, 1]) <= 0).all()  # the fuller the pool
+    assert not wrong.needless[-1].any()  # here it holds all that nobody needs, once it is full
+    taken = wrong.fresh * (wrong.needless + lacking.absent)
+    assert taken.sum() == pytest.approx(18)
+    assert np.flatnonzero(taken.sum(axis=1))[-1] < 11
+    large = steps(0.5, 1000)  # of what is left at the end they take some that demands never would
+    assert (ahead(large, 0.5, 2, 8).fresh == 1).all()
+
+
+def test_a_wrong_guess_for_one_token_may_be_right_for_another() -> None:
+    met = np.full((1, 3), 8.0)  # all there are
+    assert not ahead(Absences(met, met, 0.5), 0.5, 2, 8).needless.any()
 
 
 def test_more_slots_lack_no_more(recorded: tuple[Path, dict[str, dict[str, int]], str]) -> None:

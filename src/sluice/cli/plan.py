@@ -196,8 +196,8 @@ def _at(
     }
 
 
-_HEADS = ("--ram", "expert slots", "of all", "hit rate", "read/token", "tok/s", "on demand", "waiting", "bottleneck",
-          "prefill tok/s", "what would help most")  # fmt: skip
+_HEADS = ("--ram", "expert slots", "of all", "hit rate", "read/token", "tok/s", "on demand", "waiting", "filling",
+          "bottleneck", "prefill tok/s", "what would help most")  # fmt: skip
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def _show(result: dict[str, Any]) -> None:
             format_mib(one["budget_bytes"]), str(one["slots"]), f"{one['share']:.1%}", _text(one["hit_rate"], "{:.1%}"),
             "–" if run is None else format_size(round(run["bytes_per_step"])),
             _text(one["tok_per_s"], "{:.2f}"), "–" if demand is None else f"{demand['tok_per_s']:.2f}",
-            "–" if run is None else f"{run['wait_s'] * run['tok_per_s']:.0%}",
+            *(["–"] * 2 if run is None else [f"{run[name] * run['tok_per_s']:.0%}" for name in ("wait_s", "fresh_s")]),
             one["bottleneck"] or "–", _text(one["prefill_tok_per_s"], "{:.1f}"),
             "–" if helps is None or helps[1] < 1.005 else f"{helps[0]}: {helps[1]:.2f}×",
         ])  # fmt: skip
@@ -223,6 +223,8 @@ def _show(result: dict[str, Any]) -> None:
         ("plain reading", f"{profile['raw_bytes_per_s'] * result['disk_now'] / 1e9:.2f} GB/s"),
         ("an expert load", f"{profile['load_a_s'] * ms:.2f} ms + {profile['load_b_s'] * ms:.2f} ms × cold share, "
                            f"within {profile['load_error_s'] * ms:.2f} ms"),
+        ("into fresh memory", f"{profile['fresh_host_s'] * ms:.2f} ms more where it is asked for, a load "
+                              f"{profile['fresh_load_s'] * ms:.2f} ms longer"),
         ("a token's arithmetic", f"{(ahead['segments_s'] + ahead['experts_s']) * ms:.0f} ms, of which experts "
                                  f"{ahead['experts_s'] * ms:.0f}; Python {ahead['host_s'] * ms:.0f} ms"),
         ("beside each other", f"arithmetic keeps {profile['compute_beside']:.0%} of its speed, reading "

@@ -137,9 +137,14 @@ def _least(cache: ExpertCache, policy: Belady, keys: Sequence[ExpertKey], tick: 
     return skipped
 
 
+def free_before(misses: Array, n_slots: int) -> Array:
+    """[executions] int64: slots never used before each. A miss takes one as long as there is one, for good."""
+    return np.maximum(0, n_slots - (np.cumsum(misses, dtype=np.int64) - misses))
+
+
 def _evictions(misses: Array, n_slots: int) -> Array:
-    """[executions]: a miss takes a free slot as long as there is one, and none gets free again."""
-    return misses - np.diff(np.minimum(np.cumsum(misses, dtype=np.int64), n_slots), prepend=0)
+    """[executions]: misses that found no free slot."""
+    return np.maximum(0, misses - free_before(misses, n_slots))
 
 
 def result(demands: Demands, policy: str, n_slots: int, misses: Array, phase: str = "all") -> Result:

@@ -5,6 +5,7 @@ arithmetic, reads and Python overlap within a step, and this module what each of
 
     arithmetic   as measured on this model, at one column and at the width of a prompt chunk
     reading      absent experts × load_b_s, scaled by plain reading now ÷ plain reading when the profile was taken
+    fresh memory the reads into slots never used × what first touches were measured to cost
     Python       as measured, a layer, a read and a token
     contention   the shares of their speed that arithmetic and reading keep beside each other, as measured
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from sluice.plan.profile import MachineProfile, PromptCost, StepCost
 from sluice.plan.timeline import Costs, Times, step_times
-from sluice.plan.workload import Absences, draw
+from sluice.plan.workload import Absences, Ahead, ahead, draw, on_demand
 
 MAX_STEPS = 128  # of a phase are gone through; more are sampled evenly
 DRAWN_STEPS = 32  # where only a mean is known
@@ -30,15 +31,20 @@ MEMORY_BOUND = 0.6  # of the memory's bandwidth: arithmetic that reads weights t
 
 @dataclass(frozen=True)
 class Prediction:
-    """A phase's speed and what its time goes on. Seconds a step; None where the phase has no steps."""
+    """A phase's speed and what its time goes on, seconds a step: compute + wait + host + fresh.
+
+    `fresh_s` goes on memory that is touched for the first time. A ledger has it in its host_s, or in its wait_s where
+    threads read.
+    """
 
     tok_per_s: float
     compute_s: float
     wait_s: float
     host_s: float
+    fresh_s: float
     read_s: float  # what its reads take, alone and one after the other
     bytes_per_step: float
-    bottleneck: str  # disk, memory, arithmetic or Python
+    bottleneck: str  # disk, memory, arithmetic, Python or fresh memory
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,15 +55,14 @@ def predict_decode(
 ) -> Prediction | None:
     """Decode of one stream. `prefetch`: with reads ahead, as the engine does them where the profile has that.
 
-    `disk` is how fast plain reading is now, relative to the profile.
+    `disk` is how fast plain reading is now, relative to the profile. None without steps.
     """
-    cost = decode_cost(profile, prefetch)
     recall = profile.recall if prefetch and profile.prefetch is not None else None
-    costs = _step_costs(profile, cost, disk)
+    reads = _reads(profile, absences, recall)
+    costs = _step_costs(profile, decode_cost(profile, prefetch), disk)
     total, n = Times(), 0
     for i in _rows(len(absences.needed)):
-        needed, absent = absences.needed[i].tolist(), absences.absent[i].tolist()
-        total.add(step_times(needed, absent, costs, recall=recall, wrong_absent=absences.absent_share))
+        total.add(_step(absences, reads, i, costs, recall))
         n += 1
     return _prediction(profile, total, n, n, costs) if n else None
 
@@ -65,23 +70,24 @@ def predict_decode(
 def predict_prefill(
     profile: MachineProfile, absences: Absences, tokens: Sequence[int], *, prefetch: bool = False, disk: float = 1.0
 ) -> Prediction | None:
-    """Prompt steps; `tokens[i]` is how many the i-th feeds."""
+    """Prompt steps; `tokens[i]` is how many the i-th feeds. None without steps."""
     cost = decode_cost(profile, prefetch)
     recall = profile.recall if prefetch and profile.prefetch is not None else None
+    reads = _reads(profile, absences, recall)
     experts_share = cost.experts_s / ((cost.experts_s + cost.segments_s) or 1.0)
     total, n_tokens, n, costs = Times(), 0, 0, None
     for i in _rows(len(tokens)):
-        needed, absent, width = absences.needed[i].tolist(), absences.absent[i].tolist(), tokens[i]
+        needed, width = absences.needed[i], tokens[i]
         prompt = prompt_cost(profile, width)
         layers = len(needed)
         costs = replace(
             _step_costs(profile, cost, disk),
             segment_s=prompt.compute_s * (1 - experts_share) / (layers + 1),
-            expert_s=prompt.compute_s * experts_share / (sum(needed) or 1),
+            expert_s=prompt.compute_s * experts_share / (float(needed.sum()) or 1),
             layer_s=prompt.host_s / layers,
             step_s=0.0,
         )
-        total.add(step_times(needed, absent, costs, recall=recall, wrong_absent=absences.absent_share))
+        total.add(_step(absences, reads, i, costs, recall))
         n_tokens, n = n_tokens + width, n + 1
     return _prediction(profile, total, n, n_tokens, costs) if costs is not None else None
 
@@ -91,21 +97,29 @@ def predict_counters(
 ) -> Prediction | None:
     """What a decode phase with these ledger entries should have run at. None for one without steps.
 
-    Of the ledger it uses how many demanded experts were read, on demand or ahead, and how many steps there were; which
-    layers they fell in is drawn at random.
+    Of the ledger it uses how many demanded experts were read, on demand or ahead, how many reads evicted nothing, and
+    how many steps there were; which layers they fell in is drawn at random.
     """
     if not counters["steps"]:
         return None
     absent = counters["misses"] + counters["prefetch_used"]
     share = min(1.0, absent / (counters["demands"] or 1))
     all_experts = profile.moe_layers * profile.n_expert
-    drawn_steps = drawn(profile, share, absent_share=max(0.0, 1 - slots / all_experts))
+    fresh = max(0, counters["reads"] - counters["evictions"]) / counters["steps"]
+    drawn_steps = drawn(profile, share, absent_share=max(0.0, 1 - slots / all_experts), fresh=fresh)
     return predict_decode(profile, drawn_steps, prefetch=prefetch, disk=disk)
 
 
-def drawn(profile: MachineProfile, share: float, *, absent_share: float, steps: int = DRAWN_STEPS) -> Absences:
-    """Steps of a token each whose experts are absent with probability `share`, independently; the same every time."""
-    return Absences(*draw(profile.moe_layers, profile.top_k, share, steps), absent_share)
+def drawn(
+    profile: MachineProfile, share: float, *, absent_share: float, fresh: float = 0.0, steps: int = DRAWN_STEPS
+) -> Absences:
+    """Steps of a token each whose experts are absent with probability `share`, independently; the same every time.
+
+    The first reads, `fresh` a step in the mean, go into slots never used.
+    """
+    needed, absent = draw(profile.moe_layers, profile.top_k, share, steps)
+    before = np.cumsum(absent.sum(axis=1)) - absent.sum(axis=1)
+    return Absences(needed, absent, absent_share, np.maximum(0.0, fresh * steps - before))
 
 
 def decode_cost(profile: MachineProfile, prefetch: bool) -> StepCost:
@@ -134,6 +148,18 @@ def prompt_cost(profile: MachineProfile, tokens: int) -> PromptCost:
     return PromptCost(tokens, value("compute_s"), value("host_s"), experts)
 
 
+def _reads(profile: MachineProfile, absences: Absences, recall: float | None) -> Ahead:
+    return on_demand(absences) if recall is None else ahead(absences, recall, profile.top_k, profile.n_expert)
+
+
+def _step(absences: Absences, reads: Ahead, i: int, costs: Costs, recall: float | None) -> Times:
+    """The i-th step."""
+    return step_times(
+        absences.needed[i].tolist(), absences.absent[i].tolist(), costs, recall=recall,
+        needless=reads.needless[i].tolist(), fresh=reads.fresh[i].tolist(),
+    )  # fmt: skip
+
+
 def _step_costs(profile: MachineProfile, cost: StepCost, disk: float) -> Costs:
     layers = profile.moe_layers
     return Costs(
@@ -145,12 +171,15 @@ def _step_costs(profile: MachineProfile, cost: StepCost, disk: float) -> Costs:
         load_s=profile.load_b_s / disk,
         compute_beside=profile.compute_beside,
         read_beside=profile.read_beside,
+        fresh_host_s=profile.fresh_host_s,
+        fresh_load_s=profile.fresh_load_s,
     )
 
 
 def _rows(n: int) -> list[int]:
-    """At most MAX_STEPS of `n` steps, evenly."""
-    return sorted({round(x) for x in np.linspace(0, n - 1, min(n, MAX_STEPS)).tolist()}) if n else []
+    """At most MAX_STEPS of `n` steps, evenly: the middle of each part, as the first steps are like no others."""
+    parts = min(n, MAX_STEPS)
+    return [(2 * i + 1) * n // (2 * parts) for i in range(parts)]
 
 
 def _prediction(profile: MachineProfile, total: Times, n: int, tokens: int, costs: Costs) -> Prediction:
@@ -160,6 +189,7 @@ def _prediction(profile: MachineProfile, total: Times, n: int, tokens: int, cost
         compute_s=total.compute_s / n,
         wait_s=total.wait_s / n,
         host_s=total.host_s / n,
+        fresh_s=total.fresh_s / n,
         read_s=read_s / n,
         bytes_per_step=total.reads * profile.expert_bytes / n,
         bottleneck=bottleneck(profile, total),
@@ -167,11 +197,11 @@ def _prediction(profile: MachineProfile, total: Times, n: int, tokens: int, cost
 
 
 def bottleneck(profile: MachineProfile, times: Times) -> str:
-    """What the main thread spends most of its time on: waiting for the disk, arithmetic, or Python.
+    """What the main thread spends most of its time on: waiting for the disk, arithmetic, Python, or fresh memory.
 
     Arithmetic that goes through weights nearly as fast as memory gives them is held back by memory.
     """
-    spent = {"disk": times.wait_s, "arithmetic": times.compute_s, "Python": times.host_s}
+    spent = {"disk": times.wait_s, "arithmetic": times.compute_s, "Python": times.host_s, "fresh memory": times.fresh_s}
     most = max(spent, key=lambda name: spent[name])
     cost = profile.demand
     weights = profile.dense_bytes + profile.token_experts * profile.expert_bytes
@@ -184,7 +214,10 @@ def bottleneck(profile: MachineProfile, times: Times) -> str:
 def remedies(
     profile: MachineProfile, absences: Absences, *, prefetch: bool = False, disk: float = 1.0
 ) -> dict[str, float]:
-    """Decode speed ÷ what it is, were one thing better: a disk or arithmetic twice as fast, memory for all experts."""
+    """Decode speed ÷ what it is, were one thing better: a disk or arithmetic twice as fast, memory for all experts.
+
+    Where the pool is not full yet: what it comes to once it is. Memory for all experts has them all in it.
+    """
 
     def speed(of: MachineProfile, disk: float, absences: Absences) -> float:
         predicted = predict_decode(of, absences, prefetch=prefetch, disk=disk)
@@ -198,9 +231,11 @@ def remedies(
         for name in ("demand", "prefetch")
         if (cost := getattr(profile, name)) is not None
     }
-    resident = replace(absences, absent=np.zeros_like(absences.absent), absent_share=0.0)
+    resident = replace(absences, absent=np.zeros_like(absences.absent), absent_share=0.0, free=0.0)
+    once_full = {"memory touched before": speed(profile, disk, replace(absences, free=0.0)) / now}
     return {
         "a disk twice as fast": speed(profile, 2 * disk, absences) / now,
         "arithmetic twice as fast": speed(replace(profile, **halves), disk, absences) / now,
         "memory for all experts": speed(profile, disk, resident) / now,
+        **(once_full if np.any(absences.free) else {}),
     }

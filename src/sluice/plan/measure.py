@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic, sleep
 
 from sluice.config import EngineConfig
 from sluice.engine import Engine
@@ -19,6 +21,11 @@ PROBE_CTX = 1024  # positions: a chunk of a prompt, and some
 
 Opener = Callable[[EngineConfig], AbstractContextManager[Engine]]
 Progress = Callable[[float, float], None]
+
+SETTLE_S = 30.0  # until a host has taken back nearly all of what was freed: a part every 2 s
+SETTLE_STEP_S = 0.1
+BALLOONS = Path("/sys/bus/virtio/drivers/virtio_balloon")
+PAGE_REPORTING = 5  # VIRTIO_BALLOON_F_REPORTING of the virtio specification, 5.5.3
 
 
 def probe_config(planned: Engine, free: int) -> EngineConfig:
@@ -34,17 +41,23 @@ def measure(
     config: EngineConfig, opener: Opener, *, machine: str, check: Check = lambda: None,
     progress: Progress = lambda done, total: None,
 ) -> MachineProfile:  # fmt: skip
-    """The profile of the model that `opener` opens, twice: with reads ahead, and on demand. Takes half a minute."""
+    """The profile of the model that `opener` opens, twice: with reads ahead, and on demand. Takes half a minute.
+
+    It waits first where memory that other programs have freed is about to be taken from this machine: touching it
+    before that would look cheaper than what a run touches later.
+    """
     parts = 8
 
     def done(n: int) -> None:
         check()
         progress(n, parts)
 
+    settle(check)
     with opener(replace(config, prefetch=True)) as engine:
         probe = Probe(engine, check)
         done(1)
-        prompts = probe.prompts()  # fills the pool
+        fresh = probe.fresh()  # fills the pool
+        prompts = probe.prompts()
         done(2)
         raw = raw_rate(engine.files, _runs(engine), raw_depth(engine.config))
         loads = probe.loads()
@@ -67,6 +80,7 @@ def measure(
             ram_bytes_per_s=0.0, raw_bytes_per_s=raw, raw_depth=raw_depth(engine.config),
             load_a_s=loads.a_s, load_b_s=loads.b_s, load_error_s=loads.error_s,
             read_beside=beside.read, compute_beside=beside.compute, host_read_s=host_read_s,
+            fresh_host_s=fresh.host_s, fresh_load_s=fresh.load_s,
             sampling_s=natural.sampling_s, recall=natural.recall, demand=ahead, prefetch=ahead if prefetching else None,
             prompts=tuple(prompts),
         )  # fmt: skip
@@ -74,6 +88,23 @@ def measure(
         done(7)
         demand = Probe(engine, check).step_cost()
     return replace(about, demand=demand, ram_bytes_per_s=ram_rate(about.threads))
+
+
+def settle(check: Check = lambda: None) -> None:
+    """Wait until touching memory costs what it usually does, where that depends on what has just ended."""
+    waits_until = monotonic() + (SETTLE_S if host_takes_back(BALLOONS) else 0.0)
+    while monotonic() < waits_until:
+        check()
+        sleep(SETTLE_STEP_S)
+
+
+def host_takes_back(balloons: Path) -> bool:
+    """Whether this is a virtual machine that tells its host of freed memory, by the system's folder of such devices."""
+    try:
+        features = [path.read_text() for path in balloons.glob("*/features")]  # a digit a bit, the lowest first
+    except OSError:
+        return False
+    return any(bits[PAGE_REPORTING : PAGE_REPORTING + 1] == "1" for bits in features)
 
 
 def raw_now(planned: Engine, profile: MachineProfile) -> float:

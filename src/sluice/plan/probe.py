@@ -36,6 +36,7 @@ QUICK_PROMPT_S = 1.0
 WARM_UP_STEPS, STEPS, NATURAL_STEPS = 3, 10, 16
 LOAD_ROUNDS, LOAD_LEVELS = 8, 5  # bursts of each number of cold experts, and how many such numbers there are
 PAIR_ROUNDS = 5
+USED_BURSTS = 64
 FOREVER = 1 << 60  # a deadline, or a tick, after all others
 LEAST_SPEED = 0.25  # shares of speed are at least this: less was not measured but disturbed
 
@@ -48,6 +49,13 @@ class Loads(NamedTuple):
     a_s: float
     b_s: float
     error_s: float
+
+
+class Fresh(NamedTuple):
+    """What reading an expert into memory never touched costs more: the thread that begins reads, and the load."""
+
+    host_s: float
+    load_s: float
 
 
 class Beside(NamedTuple):
@@ -148,11 +156,33 @@ class Probe:
             spent = _since(self.engine.ledger["prefill"], before)
         return PromptCost(width, spent.compute_s, spent.host_s, max(1, spent.demands))
 
-    def _fill(self) -> None:
-        """Read experts until every slot has held one."""
-        while self.engine.store.cache.n_free and self._absent(1):
+    def fresh(self) -> Fresh:
+        """Fill the pool, then read into slots that were used: what the first touch of their memory costs an expert.
+
+        A virtual machine's kernel may have pages that its host has given it already, which cost a tenth of others. It
+        hands out those first, and a long run soon has had them all: so this is of the last quarter of the slots. Of
+        that the mean, not the median: a run's whole time is the sum of both kinds. 0 for a pool that was full, and for
+        one that holds all experts.
+        """
+        bursts = self._fill()
+        new = bursts[len(bursts) * 3 // 4 :]
+        if not new or not self._absent(1):
+            return Fresh(0.0, 0.0)
+        used = [self._burst(self._few) for _ in range(min(len(new), USED_BURSTS))]
+        return _fresh(new, used)
+
+    @property
+    def _few(self) -> int:
+        """Experts that are absent at once in a layer of a decode step, about."""
+        return max(1, self.engine.spec.top_k // 4)
+
+    def _fill(self) -> list[_Burst]:
+        """Read experts, few at a time, until every slot has held one."""
+        bursts: list[_Burst] = []
+        while (free := self.engine.store.cache.n_free) and self._absent(1):
             self.check()
-            self._load(self.engine.spec.top_k)
+            bursts.append(self._burst(min(free, self._few)))
+        return bursts
 
     def _tokens(self, n: int) -> list[int]:
         return self.rng.integers(0, self.engine.tokenizer.n_vocab, n).tolist()
@@ -224,12 +254,12 @@ class Probe:
         for _ in range(PAIR_ROUNDS):
             self.check()
             total = 0.0
-            for layer, slots in by_layer.items():
-                graph = stepper.pairs.single(layer, k)
-                arrays["pair_slots"][:k] = ((slots[-k:] or spare[-k:]) * k)[:k]
-                arrays["pair_rows"][:k] = range(k)
+            for i, (layer, slots) in enumerate(by_layer.items()):
+                graph, own = stepper.pairs.single(layer, k), slice(i * k, (i + 1) * k)
+                arrays["pair_slots"][own] = ((slots[-k:] or spare[-k:]) * k)[:k]
+                arrays["pair_rows"][own] = range(k)
                 if "pair_experts" in arrays:
-                    arrays["pair_experts"][:k] = range(k)
+                    arrays["pair_experts"][own] = range(k)
                 began = perf_counter()
                 stepper.backend.compute(graph)
                 total += perf_counter() - began
@@ -264,14 +294,23 @@ class Probe:
         resident = list(store.cache.keys_resident())
         absent = self._absent(cold)
         hot = [resident[i] for i in self.rng.permutation(len(resident))[: k - len(absent)].tolist()]
-        keys = sorted([*absent, *hot])
+        burst = self._acquire([*absent, *hot])
+        return burst.wall_s, burst.reads
+
+    def _burst(self, n: int) -> _Burst:
+        """Read up to `n` absent experts, and nothing else."""
+        return self._acquire(self._absent(n))
+
+    def _acquire(self, keys: list[ExpertKey]) -> _Burst:
+        store, keys = self.engine.store, sorted(keys)
         began = perf_counter()
         acquired = store.acquire(keys, 0)
+        begun = perf_counter()
         waiting = set(acquired.waiting)
         while waiting:
             waiting.difference_update(store.arrived(block=True))
         store.release(keys)
-        return perf_counter() - began, acquired.misses
+        return _Burst(acquired.misses, begun - began, perf_counter() - began)
 
     def _absent(self, n: int) -> list[ExpertKey]:
         """Up to `n` experts that own no slot, at random."""
@@ -328,6 +367,14 @@ class Probe:
         return python
 
 
+class _Burst(NamedTuple):
+    """Experts read at once: seconds until all were asked for, and until all were there."""
+
+    reads: int
+    begin_s: float
+    wall_s: float
+
+
 @dataclass(frozen=True)
 class _Spent:
     """A copy of a phase's ledger, or what was added between two."""
@@ -360,6 +407,23 @@ def _copy(ledger: PhaseLedger) -> _Spent:
 def _since(ledger: PhaseLedger, before: _Spent) -> _Spent:
     now = _copy(ledger)
     return _Spent(*(getattr(now, name) - getattr(before, name) for name in _Spent.__dataclass_fields__))
+
+
+def _fresh(new: Sequence[_Burst], used: Sequence[_Burst]) -> Fresh:
+    """By means over bursts of reads into slots never used, and into used ones."""
+
+    def costs(bursts: Sequence[_Burst]) -> tuple[float, float]:
+        """Seconds that an expert takes to ask for, and to load.
+
+        Loads go one after the other, the first once it was asked for. So n of them take n asks + a load, or an ask + n
+        loads, whichever is more: from the time they took, a load is the lesser of what each of the two makes it.
+        """
+        n = mean(one.reads for one in bursts)
+        wall_s, ask_s = mean(one.wall_s for one in bursts), mean(one.begin_s for one in bursts) / n
+        return ask_s, min(wall_s - n * ask_s, (wall_s - ask_s) / n)
+
+    (new_host_s, new_load_s), (host_s, load_s) = costs(new), costs(used)
+    return Fresh(max(0.0, new_host_s - host_s), max(0.0, new_load_s - load_s))
 
 
 def _shares(alone: Sequence[_Spent], beside: Sequence[_Spent], alone_rate: float) -> Beside:

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from sluice.errors import InputError
 
-FORMAT = 1
+FORMAT = 2
 MAX_FILE_BYTES = 1 << 20
 MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15
 
@@ -41,7 +41,8 @@ class MachineProfile:
 
     An expert load costs a + b × its share of cold experts: `load_a_s` + `load_b_s` × cold, `load_error_s` apart (root
     mean square). `read_beside` and `compute_beside` are the shares of their own speed that reading and arithmetic keep
-    while both go on. `prefetch` is None where the engine read nothing ahead.
+    while both go on. `prefetch` is None where the engine read nothing ahead. Memory that is touched for the first time
+    costs `fresh_host_s` more an expert where reads are begun, and `fresh_load_s` more of its load.
     """
 
     fingerprint: str  # of the model
@@ -63,6 +64,8 @@ class MachineProfile:
     load_error_s: float
     read_beside: float
     compute_beside: float
+    fresh_host_s: float
+    fresh_load_s: float
     host_read_s: float  # Python an expert read
     sampling_s: float  # Python a token outside of its step
     recall: float | None  # share of a layer's experts that the engine's predictor names

@@ -5,7 +5,8 @@ there, then that of each absent one as it arrives. The disk brings one absent ex
 earliest layer first. Without prefetching its queue is filled when the layer's router has spoken, so reads run under
 that layer's resident experts alone. With it, what the predictor names (its `recall`) is asked for before: all of it
 one layer ahead, the better half two. While both are busy, each keeps only a share of its speed: reading takes
-processor time, of the host on a virtual disk, and arithmetic takes what reading would need (SPEC S10).
+processor time, of the host on a virtual disk, and arithmetic takes what reading would need (SPEC S10). A read into
+memory that was never touched costs more, in the thread that begins it, in the load, or both.
 
 With everything `beside` = 1, no prefetching, k experts of which m are absent, a layer takes
 
@@ -34,38 +35,46 @@ class Costs:
     load_s: float  # reading one expert
     compute_beside: float = 1.0  # share of its speed that arithmetic keeps while reading goes on
     read_beside: float = 1.0  # and the other way round
+    fresh_host_s: float = 0.0  # what reading an expert into fresh memory costs the main thread more
+    fresh_load_s: float = 0.0  # and what it takes longer
 
 
 @dataclass
 class Times:
-    """What the main thread spent a step on, seconds. `reads`: experts read, those that nobody needed included."""
+    """What the main thread spent a step on, seconds. `reads`: experts read, those that nobody needed included.
+
+    `fresh_s` is memory touched for the first time, or waiting for that: neither in `host_s` nor in `wait_s`.
+    """
 
     compute_s: float = 0.0
     wait_s: float = 0.0
     host_s: float = 0.0
+    fresh_s: float = 0.0
     reads: float = 0.0
 
     @property
     def wall_s(self) -> float:
-        return self.compute_s + self.wait_s + self.host_s
+        return self.compute_s + self.wait_s + self.host_s + self.fresh_s
 
     def add(self, other: Times) -> None:
         self.compute_s += other.compute_s
         self.wait_s += other.wait_s
         self.host_s += other.host_s
+        self.fresh_s += other.fresh_s
         self.reads += other.reads
 
 
 def step_times(
     needed: Sequence[float], absent: Sequence[float], costs: Costs, *, recall: float | None = None,
-    wrong_absent: float = 0.0,
+    needless: Sequence[float] | None = None, fresh: Sequence[float] | None = None,
 ) -> Times:  # fmt: skip
     """One step. `needed[i]` distinct experts run in the i-th layer, `absent[i]` of them must be read.
 
-    `recall` is None without prefetching; with it, `wrong_absent` is the share of wrongly predicted experts that cost a
-    read. Counts may be fractions: means over many steps.
+    `recall` is None without prefetching; with it, `needless[i]` experts are predicted wrongly and cost a read, by
+    default none. `fresh[i]` is the share of a layer's reads that go into memory never touched, by default 0. Counts may
+    be fractions: means over many steps.
     """
-    run = _Run(costs, len(needed))
+    run = _Run(costs, fresh or [0.0] * len(needed))
     asked = [0.0] * len(needed)  # of the absent experts, those whose reads were begun
     for i, (k, m) in enumerate(zip(needed, absent, strict=True)):
         run.layer = i
@@ -78,8 +87,8 @@ def step_times(
                     wanted = max(0.0, absent[j] * share - asked[j])
                     asked[j] += wanted
                     run.ask(j, wanted)
-                    if ahead == 1:
-                        run.ask(j, needed[j] * (1 - recall) * wrong_absent, needless=True)
+                    if ahead == 1 and needless is not None:
+                        run.ask(j, needless[j], needless=True)
         run.compute((k - m) * costs.expert_s)
         left = m
         while left > 1e-9:
@@ -94,20 +103,27 @@ def step_times(
 
 
 class _Run:
-    """The main thread's times so far, and what the disk has still to read, in experts by layer."""
+    """The main thread's times so far, and what the disk has still to do, in seconds of its own by layer."""
 
-    def __init__(self, costs: Costs, n_layers: int) -> None:
+    def __init__(self, costs: Costs, fresh: Sequence[float]) -> None:
         self.costs = costs
         self.times = Times()
-        self.queue = [0.0] * n_layers
-        self.needless = [0.0] * n_layers
+        self.fresh = fresh
+        self.queue = [0.0] * len(fresh)
+        self.needless = [0.0] * len(fresh)
         self.layer = 0  # none before it has anything queued, nor any that is more than two ahead
 
     def ask(self, layer: int, experts: float, *, needless: bool = False) -> None:
         """Queue reads; submitting and ending them costs Python."""
-        (self.needless if needless else self.queue)[layer] += experts
+        (self.needless if needless else self.queue)[layer] += experts * self._load_s(layer)
         self.times.reads += experts
         self.host(experts * self.costs.read_s)
+        touching_s = experts * self.fresh[layer] * self.costs.fresh_host_s
+        self.times.fresh_s += touching_s
+        self._serve(touching_s)
+
+    def _load_s(self, layer: int) -> float:
+        return self.costs.load_s + self.fresh[layer] * self.costs.fresh_load_s
 
     def host(self, seconds: float) -> None:
         self.times.host_s += seconds
@@ -121,15 +137,17 @@ class _Run:
 
     def wait(self, layer: int, left: float) -> None:
         """Until no more than `left` experts of a layer are still to come; it is the earliest that has any queued."""
-        more = self.queue[layer] - left
-        if more > 0:
-            self.queue[layer] = left
-            self.times.wait_s += more * self.costs.load_s
+        load_s = self._load_s(layer)
+        more_s = self.queue[layer] - left * load_s
+        if more_s > 0:
+            self.queue[layer] = left * load_s
+            plain_s = more_s * self.costs.load_s / load_s
+            self.times.wait_s += plain_s
+            self.times.fresh_s += more_s - plain_s
 
     def _serve(self, seconds: float, share: float = 1.0) -> float:
         """Let the disk read for `seconds` at a share of its speed; how long of that it was busy."""
-        able = seconds * share / self.costs.load_s if self.costs.load_s else 0.0  # experts
-        left = able
+        left = able = seconds * share
         for layer in range(self.layer, min(self.layer + 3, len(self.queue))):
             for queue in (self.queue, self.needless):
                 done = min(queue[layer], left)

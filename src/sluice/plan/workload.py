@@ -1,21 +1,21 @@
 """Says how many of each layer's experts a pool of some size lacks: by a trace, or by an assumption that is named.
 
-Knows nothing of time.
+A pool begins empty, and a read takes a slot that was never used as long as there is one. Knows nothing of time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from sluice.errors import InputError
 from sluice.experts.policies import suited
 from sluice.lab.replay import Demands
-from sluice.lab.simulate import policy_for, replay
+from sluice.lab.simulate import free_before, policy_for, replay
 from sluice.lab.stack_distance import LruStack
 from sluice.trace import TraceReader
 
@@ -30,12 +30,34 @@ ASSUMED_STEPS = 32
 class Absences:
     """Experts that each layer of each step runs, and those of them that must be read: [n_steps, n_moe_layers].
 
-    `absent_share` is how likely an expert that nobody needs is to be absent: what a wrong prediction reads.
+    `absent_share` is how likely an expert that nobody needs is to be absent from the full pool: what a wrong prediction
+    reads. `free`: slots that were never used, before each step, [n_steps] or the same number for all.
     """
 
     needed: np.ndarray
     absent: np.ndarray
     absent_share: float
+    free: np.ndarray | float = 0.0
+
+    @classmethod
+    def of(cls, demands: Demands, misses: np.ndarray, slots: int, phase: str) -> Absences:
+        """The steps of a phase of a trace that was replayed from an empty pool; `misses` are of its executions."""
+
+        def by_step(values: np.ndarray) -> np.ndarray:
+            return demands.by_step(values.astype(float), phase)
+
+        free = by_step(free_before(misses, slots)).max(axis=1, initial=0)  # what its first layer found
+        return cls(by_step(demands.counts), by_step(misses), max(0.0, 1 - slots / demands.n_experts), free)
+
+    def only(self, steps: np.ndarray) -> Absences:
+        """Some of the steps."""
+        free = np.broadcast_to(self.free, len(self.needed))
+        return replace(self, needed=self.needed[steps], absent=self.absent[steps], free=free[steps])
+
+    @property
+    def fresh(self) -> np.ndarray:
+        """[n_steps, n_moe_layers]: those of the absent that are read into slots never used, with nothing read ahead."""
+        return first_uses(self.absent, np.broadcast_to(self.free, len(self.absent)))
 
     @property
     def hit_rate(self) -> float | None:
@@ -51,6 +73,53 @@ class PhaseAbsences:
     decode: Absences
     prefill: Absences
     prompt_tokens: tuple[int, ...]
+
+
+def first_uses(reads: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """[…, n_moe_layers]: how many of a step's `reads`, in the order of its layers, go into its `free` […] slots."""
+    return np.diff(np.minimum(np.cumsum(reads, axis=-1), free[..., None]), axis=-1, prepend=0)
+
+
+class Ahead(NamedTuple):
+    """What reading ahead does to a pool: [n_steps, n_moe_layers] each.
+
+    `needless` experts are read that nobody needs, and a share of `fresh` of all reads goes into slots never used.
+    """
+
+    needless: np.ndarray
+    fresh: np.ndarray
+
+
+def on_demand(absences: Absences) -> Ahead:
+    """Nothing is read ahead."""
+    return Ahead(np.zeros_like(absences.absent), _ratio(absences.fresh, absences.absent))
+
+
+def ahead(absences: Absences, recall: float, top_k: int, n_expert: int) -> Ahead:
+    """All layers' experts but the first one's are predicted with `recall`.
+
+    What is predicted wrongly for one of a step's tokens may be right for another. Where it is read, it takes one of the
+    slots never used, as long as there are some, so that they are gone sooner. In the mean: that such an expert is
+    resident from then on, and may be needed after all, is left out.
+    """
+    layers = absences.needed.shape[1]
+    nobodys = np.clip((n_expert - absences.needed) / max(1, n_expert - top_k), 0, 1)
+    wrong = absences.needed * (1 - recall) * nobodys
+    wrong[:, :1] = 0
+    free = np.array(np.broadcast_to(absences.free, len(wrong)), float)
+    needless, fresh = wrong * absences.absent_share, np.zeros_like(wrong)
+    taken = 0.0  # of the slots never used, by needless reads
+    for i in np.flatnonzero(free).tolist():
+        left = max(0.0, free[i] - taken)
+        needless[i] = wrong[i] * min(1.0, absences.absent_share + left / (layers * n_expert))
+        reads = absences.absent[i] + needless[i]
+        fresh[i] = _ratio(first_uses(reads, np.array(left)), reads)
+        taken += float(fresh[i] @ needless[i])
+    return Ahead(needless, fresh)
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)
 
 
 class Workload(Protocol):
@@ -83,6 +152,7 @@ class AssumedWorkload:
     """No trace: hit rates of the paper's shape (PAPER_HITS at PAPER_SHARE), and below one token's demand none.
 
     A prompt step of `prompt_tokens` tokens meets `prompt_experts` experts, of which the pool holds its share of all.
+    The pool is full.
     """
 
     moe_layers: int
@@ -152,12 +222,9 @@ class TraceWorkload:
             misses = self._stack.misses(slots)
         else:
             misses = replay(demands, policy_for(demands, policy, slots), slots)
-        share = max(0.0, 1 - slots / demands.n_experts)
 
         def of(phase: str) -> Absences:
-            single = self._single[phase]
-            needed, absent = (demands.by_step(values.astype(float), phase) for values in (demands.counts, misses))
-            return Absences(needed[single], absent[single], share)
+            return Absences.of(demands, misses, slots, phase).only(self._single[phase])
 
         tokens = demands.by_step(demands.n_tokens, "prefill").max(axis=1, initial=0).tolist()
         return PhaseAbsences(of("decode"), of("prefill"), tuple(tokens))
