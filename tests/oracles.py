@@ -57,6 +57,12 @@ def llamacpp_each(paths: Sequence[Path], ids: Iterable[int], *, kv: str = "f32",
     return _ask("llamacpp_each", [str(path) for path in paths], list(map(int, ids)), kv, chunk)
 
 
+def llamacpp_adapted(path: Path, ids: Iterable[int], adapters: Sequence[tuple[Path, float]]) -> np.ndarray:
+    """`llamacpp_logits` in float32 with LoRA adapters, GGUF files, each at its scale."""
+    given = [(str(adapter), scale) for adapter, scale in adapters]
+    return _ask("llamacpp_adapted", str(path), list(map(int, ids)), given)
+
+
 def llamacpp_logprobs(
     path: Path, ids: Iterable[int], *, n_probs: int = 20, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -97,6 +103,18 @@ def transformers_causal(
     out and none too many. Attention and experts are the plain ("eager") ones.
     """
     return _ask("transformers_causal", model, dict(config), dict(state), list(map(int, ids)))
+
+
+def transformers_adapted(
+    model: str, config: Mapping[str, Any], state: Mapping[str, np.ndarray], ids: Iterable[int],
+    adapters: Sequence[tuple[Path, float, Mapping[str, Any]]], *, std: float = 0.05,
+) -> np.ndarray:  # fmt: skip
+    """`transformers_causal` with random LoRA adapters, which PEFT makes and saves.
+
+    Each is a directory to save it in, a scale, and the arguments of its configuration.
+    """
+    given = [(str(folder), scale, dict(options)) for folder, scale, options in adapters]
+    return _ask("transformers_adapted", model, dict(config), dict(state), list(map(int, ids)), given, std)
 
 
 def top_logprobs(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -253,6 +271,8 @@ class _LlamaCpp:
             ("llama_batch_free", None, (_Batch,)),
             ("llama_free", None, (pointer,)),
             ("llama_model_free", None, (pointer,)),
+            ("llama_adapter_lora_init", pointer, (pointer, ctypes.c_char_p)),
+            ("llama_set_adapters_lora", i32, (pointer, pointer, ctypes.c_size_t, pointer)),
             ("llama_decode", i32, (pointer, _Batch)),
             ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), (pointer, i32)),
             ("llama_tokenize", i32, (pointer, ctypes.c_char_p, i32, pointer, i32, _BOOL, _BOOL)),
@@ -303,6 +323,15 @@ class _LlamaCpp:
             raise RuntimeError("llama.cpp does not make a context")
         self.batch = self.lib.llama_batch_init(self.n_batch, 0, 1)
 
+    def adapt(self, adapters: Sequence[tuple[str, float]]) -> None:
+        """Applies LoRA adapters from here on. The model frees them."""
+        loaded = [self.lib.llama_adapter_lora_init(self.model, path.encode()) for path, _ in adapters]
+        if not all(loaded):
+            raise RuntimeError(f"llama.cpp does not load one of {adapters}")
+        n = len(loaded)
+        scales = (ctypes.c_float * n)(*(scale for _, scale in adapters))
+        self.lib.llama_set_adapters_lora(self.context, (ctypes.c_void_p * n)(*loaded), n, scales)
+
     def step(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[np.ndarray]:
         """Appends ids to sequences, all in one batch: of each part (sequence, ids), the logits [n_ids, n_vocab]."""
         batch, n = self.batch, 0
@@ -332,6 +361,13 @@ class _LlamaCpp:
 def _answer_logits(path: str, ids: list[int], kv: str, flash: str, threads: int, chunk: int) -> np.ndarray:
     with _LlamaCpp(path) as llama:
         llama.start(len(ids), kv, flash, threads, chunk)
+        return llama.decode(ids)
+
+
+def _answer_adapted(path: str, ids: list[int], adapters: list[tuple[str, float]]) -> np.ndarray:
+    with _LlamaCpp(path) as llama:
+        llama.start(len(ids), "f32", "off", 1, 512)
+        llama.adapt(adapters)
         return llama.decode(ids)
 
 
@@ -485,7 +521,7 @@ def _answer_transformers(config: dict[str, Any], weights: dict[str, np.ndarray],
         return model.eval()(torch.tensor([ids])).logits[0].float().numpy()
 
 
-def _answer_causal(name: str, config: dict[str, Any], state: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
+def _causal(name: str, config: dict[str, Any], state: dict[str, np.ndarray]) -> Any:
     import torch
     import transformers
 
@@ -498,6 +534,50 @@ def _answer_causal(name: str, config: dict[str, Any], state: dict[str, np.ndarra
     tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
     if unexpected or set(missing) - tied:
         raise RuntimeError(f"{name}: missing {sorted(set(missing) - tied)}, unknown {sorted(unexpected)}")
+    return model.eval()
+
+
+def _answer_causal(name: str, config: dict[str, Any], state: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
+    import torch
+
+    model = _causal(name, config, state)
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].float().numpy()
+
+
+def _answer_adapted_causal(
+    name: str, config: dict[str, Any], state: dict[str, np.ndarray], ids: list[int],
+    adapters: list[tuple[str, float, dict[str, Any]]], std: float,
+) -> np.ndarray:  # fmt: skip
+    import warnings
+
+    import peft
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model: Any = _causal(name, config, state)
+    model.config.model_type = "adapted"  # or PEFT moves dense matrices of these names to experts, and leaves them out
+    for i, (_, _, options) in enumerate(adapters):
+        settings = peft.LoraConfig(**options)
+        if i == 0:
+            model = peft.PeftModel(model, settings, adapter_name="0")
+        else:
+            model.add_adapter(str(i), settings)
+    for key, values in model.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(values, std=std if "lora_B" in key else values.shape[-1] ** -0.5)
+    for i, (folder, _, _) in enumerate(adapters):
+        model.save_pretrained(folder, selected_adapters=[str(i)])
+        for file in (Path(folder) / str(i)).iterdir():  # where it puts all but those called "default"
+            file.rename(Path(folder) / file.name)
+    names = [str(i) for i in range(len(adapters))]
+    model.base_model.set_adapter(names)
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            for i, (_, scale, _) in enumerate(adapters):
+                if str(i) in module.scaling:
+                    module.scaling[str(i)] *= scale
     with torch.inference_mode():
         return model.eval()(torch.tensor([ids])).logits[0].float().numpy()
 
@@ -505,12 +585,14 @@ def _answer_causal(name: str, config: dict[str, Any], state: dict[str, np.ndarra
 ANSWERS: dict[str, Callable[..., Any]] = {
     "llamacpp_logits": _answer_logits,
     "llamacpp_together": _answer_together,
+    "llamacpp_adapted": _answer_adapted,
     "llamacpp_each": _answer_each,
     "llamacpp_greedy": _answer_greedy,
     "llamacpp_tokenize": _answer_tokenize,
     "llamacpp_detokenize": _answer_detokenize,
     "transformers_logits": _answer_transformers,
     "transformers_causal": _answer_causal,
+    "transformers_adapted": _answer_adapted_causal,
 }
 
 if __name__ == "__main__":

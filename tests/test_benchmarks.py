@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from oracles import llamacpp_logits
+from tiny import write_tiny
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SYNTHETIC = ["qwen3-30b", "qwen3.6-35b", "ling-3.0-tiny", "gpt-oss-20b", "qwen3-235b"]
@@ -127,6 +128,18 @@ def test_a_resident_arm_replays_a_streamed_arms_tokens(synthetic: Path, tmp_path
     assert all(one["ledger"]["decode"]["bytes_read"] > 0 for one in streamed)  # 6 slots can't hold 16 experts
     assert all(one["raw"]["bytes_per_s"] > 0 and one["raw"]["depth"] >= 1 for one in streamed)
     assert all(one["arm"]["slots"] == 16 for one in resident)
+
+
+def test_simulated_and_live_rerouting_begin_alike(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny.gguf").path
+    words = ("--model", model, "--characters", 60, "--ctx", 32, "--slots", 12, "--threads", 1, "--margins", "0,1")
+    [result] = run("rerouting.py", *words)
+    verdicts = {one["row"]: one["verdict"] for one in result["rows"]}
+    assert verdicts["margin 0: live ÷ simulated misses"] == "pass"
+    assert verdicts["margin 1: experts replaced, live"] == "pass"
+    assert "fail" not in verdicts.values() and "not measured" not in verdicts.values()
+    exact, wide = result["raw"]["table"]
+    assert exact["live"]["misses"] > wide["live"]["misses"] and exact["live"]["ppl"] != wide["live"]["ppl"]
 
 
 def test_a_streamed_prompt_is_timed_alone(synthetic: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from sluice.experts.policies import AUTO, POLICIES
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 KV_TYPE_NAMES = ("f16", "f32", "q8_0", "q4_0")
 READERS = ("auto", "io_uring", "threads")
-ROUTINGS = ("exact",)
+ROUTINGS = ("exact", "prerouted")
+REROUTE_KEEP = 1  # of a token's experts, those that rerouting never replaces unless told otherwise
 
 
 def parse_size(text: str) -> int:
@@ -62,9 +65,13 @@ class EngineConfig:
     folder with other ggml libraries. `reader` is how experts are read: by io_uring, by `io_threads` threads, or
     what suits best (auto). `trace` names a file to record routes in, with the scores of all experts if `trace_scores`;
     one that exists is refused unless `trace_force`. `plan` names a plan file, whose experts are loaded at the start and
-    whose policy stands in for `policy`. None of these changes the output: `kv` (f16 or another type, "K,V"
-    for two) and `routing` do, and `top_k_experts`, which replaces the model's own number of experts a token takes in a
-    layer.
+    whose policy stands in for `policy`. `prerouter` names a file of heads, which say what to read a token ahead. None
+    of these changes the output: `kv` (f16 or another type, "K,V" for two) and `routing` do, and `top_k_experts`, which
+    replaces the model's own number of experts a token takes in a layer. With `routing` "prerouted", what the heads say
+    is the route, or what the trace `routes` has recorded for as many sessions, opened in the same order. `lora` are
+    adapters, each a file and a scale (or a text "FILE:SCALE"), which change the model. `reroute` is a margin: in decode
+    steps, experts that have no slot give way to ones that have and score at most so much less, but for a token's best
+    `reroute_keep`; nothing is read ahead then.
     """
 
     ram: int | None = None
@@ -87,6 +94,11 @@ class EngineConfig:
     trace_scores: bool = False
     trace_force: bool = False
     plan: Path | None = None
+    prerouter: Path | None = None
+    routes: Path | None = None
+    lora: tuple[tuple[Path, float], ...] = ()
+    reroute: float | None = None
+    reroute_keep: int = REROUTE_KEEP
 
     def __post_init__(self) -> None:
         for name in ("ram", "expert_slots", "ctx", "threads", "top_k_experts", "read_rate", "streams", "io_threads"):
@@ -100,8 +112,12 @@ class EngineConfig:
             object.__setattr__(self, "trace", Path(self.trace))
         elif self.trace_scores or self.trace_force:
             raise InputError("trace_scores and trace_force are for a trace: give trace a file too")
-        if self.plan is not None:
-            object.__setattr__(self, "plan", Path(self.plan))
+        for name in ("plan", "prerouter", "routes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        if isinstance(self.lora, (str, os.PathLike)):
+            raise InputError(f"lora is {str(self.lora)[:80]!r}: give a list of adapters")
+        object.__setattr__(self, "lora", tuple(_adapter(given) for given in self.lora))
         if not isinstance(self.kv, str):
             raise InputError(f"kv is {self.kv!r}: give the name of a type")
         if self.threads is not None and self.threads > 512:
@@ -112,6 +128,19 @@ class EngineConfig:
             raise InputError(f"reader {self.reader!r} is unknown: choose from {', '.join(READERS)}")
         if self.routing not in ROUTINGS:
             raise InputError(f"routing {self.routing!r} is unknown: choose from {', '.join(ROUTINGS)}")
+        if self.routing == "prerouted" and self.prerouter is None and self.routes is None:
+            raise InputError("routing prerouted needs predictions: give a prerouter, which sluice prerouter init makes")
+        if self.routes is not None and (self.routing != "prerouted" or self.prerouter is not None):
+            raise InputError("recorded routes are for routing prerouted, in the place of a prerouter")
+        if self.reroute is not None:
+            margin, keep = _margin(self.reroute, self.reroute_keep)
+            object.__setattr__(self, "reroute", margin)
+            object.__setattr__(self, "reroute_keep", keep)
+            if self.routing == "prerouted":
+                raise InputError("prerouted routes are run as they were predicted: leave out reroute, or the routing")
+            if self.prerouter is not None:
+                raise InputError("reroute reads nothing ahead, which a prerouter is for: leave out one of them")
+            object.__setattr__(self, "prefetch", False)  # or the routes would depend on what had been read in time
         if self.policy not in (AUTO, *POLICIES):
             raise InputError(f"policy {self.policy!r} is unknown: choose from {AUTO}, {', '.join(sorted(POLICIES))}")
         for name in self.kv_names:
@@ -123,3 +152,45 @@ class EngineConfig:
         """Names of the types of keys and values."""
         k, comma, v = self.kv.partition(",")
         return k, v if comma else k
+
+
+def parse_lora(text: str) -> tuple[Path, float]:
+    """An adapter's file and scale, of "FILE" or "FILE:SCALE". Raises InputError."""
+    name, colon, last = text.rpartition(":")
+    scale = 1.0
+    if colon and not os.path.lexists(os.path.expanduser(text)):  # noqa: PTH111
+        with suppress(ValueError):
+            scale, text = float(last), name
+    return _adapter((text, scale))
+
+
+def parse_reroute(text: str) -> tuple[float, int]:
+    """Margin and number of experts kept, of "MARGIN" or "MARGIN:J" (1 unless given). Raises InputError."""
+    margin, colon, keep = text.partition(":")
+    try:
+        given = float(margin), int(keep) if colon else REROUTE_KEEP
+    except ValueError:
+        raise InputError(f"reroute {text[:60]!r} is no margin: write it like 0.05, or 0.05:2 to keep 2") from None
+    return _margin(*given)
+
+
+def _margin(margin: Any, keep: Any) -> tuple[float, int]:
+    """A checked margin and number of experts kept."""
+    try:
+        margin, keep = float(margin), operator.index(keep)
+    except (TypeError, ValueError):
+        raise InputError(f"reroute {margin!r}, {keep!r}: give a number, and a whole number to keep") from None
+    if not 0 <= margin < math.inf or keep < 0:
+        raise InputError(f"reroute {margin:g}:{keep} can't be: give a margin and a number kept of at least 0")
+    return margin, keep
+
+
+def _adapter(given: Any) -> tuple[Path, float]:
+    """An adapter's file and scale, of a text, a path, or a pair of path and number."""
+    if isinstance(given, str):
+        return parse_lora(given)
+    path, scale = (given, 1.0) if isinstance(given, os.PathLike) else given
+    scale = float(scale)
+    if not str(path) or not math.isfinite(scale):
+        raise InputError(f"lora {str(path)[:200]}:{scale} is no file and scale: write it like adapter.gguf:0.5")
+    return Path(path), scale

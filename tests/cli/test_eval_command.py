@@ -140,7 +140,7 @@ def test_a_text_that_is_too_long(cli: Cli, tiny_path: Path, texts: Path, monkeyp
 def test_logits_that_do_not_fit_the_disk_are_refused_before_the_run(
     cli: Cli, tiny_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.cli.eval.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr("sluice.cli.spool.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
     _check(
         cli("eval", "kl", tiny_path, "--text", texts / "prose.txt", *FAST), "1000B free: give less text, or set TMPDIR"
     )
@@ -151,7 +151,7 @@ def test_the_temporary_file_goes_where_tmpdir_says_and_away(
 ) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("sluice.cli.eval.filesystem_of", lambda folder: asked.append(folder))
+    monkeypatch.setattr("sluice.cli.spool.filesystem_of", lambda folder: asked.append(folder))
     assert cli("eval", "kl", tiny_path, "--text", texts / "code.txt", *FAST).code == 0
     assert asked == [tmp_path] and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))

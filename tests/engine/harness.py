@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,11 @@ from fakes import POISON, OrderedReader
 
 from sluice.config import EngineConfig
 from sluice.engine import Engine
+from sluice.experts.rerouting import Rerouting
+from sluice.lab.replay import Demands
+from sluice.lab.rerouting import ReroutedResult, simulate_rerouting
 from sluice.store import ReaderFactory
+from sluice.trace import TraceReader
 from sluice.types import Read
 
 EVERY_SLOT = 1 << 20  # more slots than any test model has experts: everything becomes resident
@@ -84,6 +89,29 @@ def run_together(engine: Engine, prompts: Sequence[Prompt], rng: random.Random) 
     finally:
         for session in sessions:
             session.close()
+
+
+def hear_the_routers(engine: Engine) -> None:
+    """Have a rerouted engine's trace name what routers chose, not what was run instead."""
+    recorder, arrays = engine.recorder, engine._stepper.workspace.arrays
+    assert recorder is not None
+    chose = recorder.chose
+
+    def native(layer: int, experts: Any, scores: Any = None, columns: Any = None) -> None:
+        chose(layer, arrays["selected"][: len(experts)], scores, columns)
+
+    recorder.chose = native  # type: ignore[method-assign]
+
+
+def simulated(trace: Path, rule: Rerouting, **options: Any) -> ReroutedResult:
+    """What the simulator makes of decoding in a trace of the routers' choice; `policy` and `slots` in `options`."""
+    with TraceReader(trace) as reader:
+        demands = Demands.of(reader)
+        reader.info = replace(reader.info, source="a test that wrote down what routers chose")
+        policies, slots = [options.pop("policy", "lru")], [options.pop("slots")]
+        return simulate_rerouting(
+            reader, demands, policies, slots, [rule], pinned=(), **{"phase": "decode", **options}
+        )[0]  # fmt: skip
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray, what: str) -> None:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 from family_file import FamilyFile, FamilyModel
 from parity import (
     assert_parity,
+    assert_prerouted,
+    assert_rerouted,
     assert_sessions_start_afresh,
     assert_skipped_tensors_change_nothing,
     assert_streamed_is_resident,
@@ -74,6 +76,12 @@ class FamilyTests:
 
     def test_nothing_of_a_request_is_left_for_the_next(self, tmp_path: Path) -> None:
         assert_sessions_start_afresh(self.written(tmp_path, self.QUANTISED[self.AFRESH]))
+
+    def test_routes_known_ahead(self, tmp_path: Path) -> None:
+        assert_prerouted(self.written(tmp_path, self.QUANTISED[self.AFRESH]))
+
+    def test_routes_give_way(self, tmp_path: Path) -> None:
+        assert_rerouted(self.written(tmp_path, self.QUANTISED[self.AFRESH]))
 
     def test_every_tensor_matters(self, tmp_path: Path) -> None:
         changes = weight_of_tensors(self.weighed(), tmp_path)

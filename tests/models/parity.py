@@ -17,7 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine.harness import Prompt, assert_same_bits, opened, ordered, resident, run, run_together
+import pytest
+from engine.harness import (
+    EVERY_SLOT,
+    Prompt,
+    assert_same_bits,
+    hear_the_routers,
+    opened,
+    ordered,
+    resident,
+    run,
+    run_together,
+    simulated,
+)
 from family_file import FamilyFile, FamilyModel
 from oracles import (
     llamacpp_each,
@@ -29,6 +41,9 @@ from oracles import (
 )
 
 from sluice.engine.workspace import CHUNK
+from sluice.experts.rerouting import Rerouting
+from sluice.ggml import load_library
+from sluice.routing import init_prerouter
 
 N = 96  # positions compared; at least 64
 PREFIX = 24  # of them prefilled in the decode path, the rest are decoded one by one
@@ -222,6 +237,49 @@ def assert_sessions_start_afresh(model: FamilyModel, *, kv: str = "f16") -> None
     assert_same_bits(found[2], found[0], "the first request, once more")
     assert_same_bits(again[None], expected[:1], "after rewinding to nothing")
     assert_same_bits(rewound[None], pieces[None], "after rewinding to 20 tokens")
+
+
+def assert_prerouted(model: FamilyModel) -> None:
+    """The true routes, as if predicted, give exact bits; what untrained heads predict doesn't depend on company."""
+    folder, prompts = model.path.parent, prompts_of(SHORT)[:2]
+    trace, heads = folder / "routes.parquet", folder / "heads.safetensors"
+    with opened(model.path, trace=trace, expert_slots=EVERY_SLOT) as engine:
+        expected = [run(engine, it) for it in prompts]
+    for slots in (model.top_k + 2, EVERY_SLOT):
+        with opened(model.path, ordered(3), routing="prerouted", routes=trace, expert_slots=slots) as engine:
+            for it, rows in zip(prompts, expected, strict=True):
+                assert_same_bits(run(engine, it), rows, f"true routes, {slots} slots")
+    init_prerouter(model.path, heads, load_library(), hidden=16)
+    options: dict[str, Any] = {"routing": "prerouted", "prerouter": heads, "expert_slots": model.top_k + 2}
+    with opened(model.path, **options) as engine:
+        alone = [run(engine, it) for it in prompts]
+    assert not all(np.array_equal(a, b) for a, b in zip(alone, expected, strict=True)), "heads had no say"
+    with opened(model.path, ordered(4), streams=2, **options) as engine:
+        for rows, other in zip(run_together(engine, prompts, random.Random(1)), alone, strict=True):
+            assert_same_bits(rows, other, "predicted routes, in company")
+
+
+def assert_rerouted(model: FamilyModel) -> None:
+    """Without a margin every bit is exact; with one the ledger is the simulator's, by the family's own scores."""
+    prompts, slots, trace = prompts_of(SHORT)[:2], 3 * model.top_k, model.path.with_name("rerouted.parquet")
+    with resident(model.path) as engine:
+        expected = [run(engine, it) for it in prompts]
+    with opened(model.path, ordered(5), expert_slots=slots, reroute=0.0, reroute_keep=0) as engine:
+        for it, rows in zip(prompts, expected, strict=True):
+            assert_same_bits(run(engine, it), rows, "rerouted without a margin")
+    rule = Rerouting(1e3, 0)
+    options: dict[str, Any] = {"expert_slots": slots, "policy": "lru", "streams": 2, "trace": trace}
+    with opened(
+        model.path, ordered(6), trace_scores=True, reroute=rule.margin, reroute_keep=rule.keep, **options
+    ) as engine:  # fmt: skip
+        hear_the_routers(engine)
+        for rows in run_together(engine, prompts, random.Random(2)):
+            assert np.isfinite(rows).all()
+        decode = engine.stats()["decode"]
+    found = simulated(trace, rule, slots=slots)
+    assert decode["substituted"] == found.substituted > 0
+    assert (decode["demands"], decode["misses"]) == (found.demands, found.misses)
+    assert decode["reroute_kl"] == pytest.approx(found.reroute_kl, rel=1e-9) and decode["reroute_kl"] > 0
 
 
 def run_in_new_engine(path: Path, it: Prompt, kv: str, slots: int) -> np.ndarray:

@@ -14,8 +14,10 @@ from sluice.cli.doctor import doctor
 from sluice.cli.eval import app as eval_app
 from sluice.cli.gate import gate
 from sluice.cli.inspect import inspect
+from sluice.cli.lora import app as lora_app
 from sluice.cli.pack import pack
 from sluice.cli.plan import plan
+from sluice.cli.prerouter import app as prerouter_app
 from sluice.cli.run import run
 from sluice.cli.simulate import simulate
 from sluice.cli.trace import app as trace_app
@@ -25,6 +27,8 @@ alone = (run, chat, bench, inspect, pack, doctor, simulate, plan, gate)
 register(app, {command.__name__: command for command in alone})
 app.add_typer(trace_app)
 app.add_typer(eval_app)
+app.add_typer(prerouter_app)
+app.add_typer(lora_app)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sluice.cli.bench_compare import ARMS, compare
+from sluice.cli.bench_compare import ARMS, REROUTE, compare, quality
 from sluice.cli.bench_repeats import Plan, measure
+from sluice.cli.eval_texts import read_text
 from sluice.cli.inspect import UNLIMITED
 from sluice.cli.machine import cpu_name
 from sluice.cli.opening import load_ggml, open_engine, resolve_model
@@ -28,14 +29,13 @@ from sluice.cli.saving import Force, SaveResidents, check_residents, save_reside
 from sluice.cli.signals import deferred
 from sluice.cli.terminal import emit, note, print_table
 from sluice.cli.tracing import Trace, TraceScores, tell_trace, trace_config
-from sluice.config import EngineConfig, format_size, parse_size, usable_cores
+from sluice.config import EngineConfig, format_size, parse_reroute, parse_size, usable_cores
 from sluice.errors import InputError
 
 if TYPE_CHECKING:
     from sluice.plan.profile import MachineProfile
 
 MAX_STREAMS, MAX_COUNT = 1024, 1 << 24
-_LATER = {"prerouted": "a prerouter", "oracle": "recorded routes", "reroute": "rerouting"}
 PromptTokens = Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Length of the made-up prompts.")]
 Gen = Annotated[int, typer.Option("--gen", "-n", metavar="N", help="Tokens to generate in each stream.")]
 Repeat = Annotated[int, typer.Option("--repeat", metavar="R", help="Repeats; the result is their median.")]
@@ -45,6 +45,11 @@ Streams = Annotated[
 ReadRate = Annotated[
     str | None, typer.Option("--read-rate", metavar="SIZE", help="Emulate a disk of that many bytes a second.")
 ]
+Routes = Annotated[
+    Path | None,
+    typer.Option("--routes", metavar="FILE", help="With --routing prerouted: the routes of a trace of the same run, "
+                 "as if they had been predicted.", show_default=False),
+]  # fmt: skip
 NoOverlap = Annotated[
     bool,
     typer.Option(
@@ -63,8 +68,16 @@ Profile = Annotated[
                  show_default=False),
 ]  # fmt: skip
 Compare = Annotated[
-    str | None, typer.Option("--compare", metavar="MODES", help=f"Compare some of {', '.join(ARMS)}, as a,b,c.")
+    str | None,
+    typer.Option(
+        "--compare", metavar="MODES", help=f"Compare some of {', '.join(ARMS)}, {REROUTE}MARGIN[:J], as a,b,c."
+    ),
 ]
+QualityText = Annotated[
+    Path | None,
+    typer.Option("--quality-text", metavar="FILE", help="With --compare: the perplexity of a text, and the KL of lossy "
+                 "modes.", show_default=False),
+]  # fmt: skip
 
 
 @grouped
@@ -78,8 +91,10 @@ def bench(
     streams: Streams = 1,
     read_rate: ReadRate = None,
     no_overlap: NoOverlap = False,
+    routes: Routes = None,
     raw_read: RawRead = False,
     compare_modes: Compare = None,
+    quality_text: QualityText = None,
     profile: Profile = None,
     residents: SaveResidents = None,
     trace: Trace = None,
@@ -95,7 +110,10 @@ def bench(
     ignored; temperature 1 and nothing cut off unless given; --ctx is what prompt and tokens need. Every repeat starts
     anew but for the expert pool: cold (empty) in the first, warm after. --compare runs each mode in a process of its
     own, each repeat all modes in turn, each with a cold pool: naive (on demand, no overlap), demand (overlap, no
-    prefetch), exact (both). --raw-read reads at an expert part's size and the engine's mean depth so far.
+    prefetch), exact (both), hints (exact, read as --prerouter says), prerouted, oracle (prerouted by the true routes,
+    which a run that isn't timed records), and reroute:MARGIN (--reroute, any number of margins). --quality-text then
+    scores a text in the exact and all lossy modes, as `sluice eval` does. --raw-read reads at an expert part's size
+    and the engine's mean depth so far.
     """
     for name, value in (
         ("--prompt-tokens", prompt_tokens),
@@ -111,12 +129,16 @@ def bench(
         raise InputError("--compare runs processes that each end: leave out --save-residents")
     if trace is not None and compare_modes is not None:
         raise InputError("--compare runs many processes, and a trace is of one: leave out --trace")
+    if quality_text is not None:
+        if compare_modes is None:
+            raise InputError("--quality-text is scored in the modes of --compare: name some, or use sluice eval")
+        read_text(str(quality_text))
     check_residents(residents, force=force)
     rate = None if read_rate is None else parse_size(read_rate)
     n_prompt = prompt_tokens if prompt.ids is None else len(prompt.ids)
     config = engine.config(
         ctx=n_prompt + gen if prompt.prompt is None else None,
-        streams=streams, read_rate=rate, overlap=not no_overlap,
+        streams=streams, read_rate=rate, overlap=not no_overlap, routes=routes,
         **trace_config(trace, trace_scores, force=force),
     )  # fmt: skip
     params = sampling_params(sampling, temperature=1.0, top_p=1.0)
@@ -126,14 +148,22 @@ def bench(
     )  # fmt: skip
     if compare_modes is not None:
         modes = _modes(compare_modes, no_overlap or engine.no_prefetch)
+        if engine.routing != "exact" or engine.reroute is not None or routes is not None:
+            raise InputError("--compare sets routing itself: leave out --routing, --reroute and --routes")
+        if engine.prerouter is None and (needing := {"hints", "prerouted"}.intersection(modes)):
+            raise InputError(f"--compare {min(needing)} needs --prerouter FILE, which `sluice prerouter init` makes")
         words = [
             f"--prompt-tokens={prompt_tokens}", f"--gen={gen}", f"--streams={streams}",
             *([] if read_rate is None else [f"--read-rate={read_rate}"]),
             *(["--raw-read"] if raw_read else []),
             *([] if profile is None else [f"--profile={profile}"]),
-            *arguments(prompt), *arguments(engine), *arguments(replace(sampling, seed=params.seed)),
+            *arguments(prompt), *(opening := arguments(replace(engine, prerouter=None))),
+            *arguments(replace(sampling, seed=params.seed)),
         ]  # fmt: skip
-        compared = compare(str(resolve_model(model)), modes, words, rounds=repeat)
+        name = str(resolve_model(model))
+        compared = compare(name, modes, words, rounds=repeat, prerouter=engine.prerouter)
+        if quality_text is not None:
+            compared["quality"] = quality(name, modes, opening, quality_text, prerouter=engine.prerouter)
         if json:
             emit(compared)
         else:
@@ -174,16 +204,13 @@ def profile_for(file: Path, path: Path, config: EngineConfig) -> MachineProfile:
 
 
 def _modes(text: str, fixed: bool) -> list[str]:
-    """The arms of --compare. Raises InputError naming what is unknown or not there yet."""
+    """The arms of --compare. Raises InputError naming what is unknown."""
     modes = [mode.strip() for mode in text.split(",")]
     for mode in modes:
-        if (kind := mode.partition(":")[0]) in _LATER:
-            raise InputError(
-                f"--compare {kind} is not available in this version, which has no {_LATER[kind]}: "
-                f"choose from {', '.join(ARMS)}"
-            )
-        if mode not in ARMS:
-            raise InputError(f"--compare {mode!r} is unknown: choose from {', '.join(ARMS)}")
+        if mode.startswith(REROUTE):
+            parse_reroute(mode.removeprefix(REROUTE))
+        elif mode not in ARMS:
+            raise InputError(f"--compare {mode!r} is unknown: choose from {', '.join(ARMS)}, {REROUTE}MARGIN[:J]")
     if len(set(modes)) < len(modes):
         raise InputError(f"--compare {text} names a mode twice: name each once")
     if fixed:
@@ -244,9 +271,22 @@ def _show_repeats(result: dict[str, Any]) -> None:
 
 def _show_arms(compared: dict[str, Any]) -> None:
     rows = []
+    scored = compared.get("quality")
     for mode, arm in compared["arms"].items():
         against = compared["relative"][mode]
-        rows.append([mode, *_figures(arm), "–" if against is None else f"{against:.2f}×"])
+        of_text = [] if scored is None else _quality(scored.get(mode, scored["exact"]))
+        rows.append([mode, *_figures(arm), "–" if against is None else f"{against:.2f}×", *of_text])
     first = next(iter(compared["arms"]))
     title = f"medians of {compared['rounds']}, every run in a process of its own with a cold pool"
-    print_table(["mode", *_HEADS, f"against {first}"], rows, title=title)
+    heads = ["mode", *_HEADS, f"÷ {first}", *([] if scored is None else ["ppl", "KL"])]
+    if all(arm["predicted"] is None for arm in compared["arms"].values()):  # no profile: the table is wide enough
+        at = heads.index("predicted")
+        del heads[at]
+        for row in rows:
+            del row[at]
+    print_table(heads, rows, title=title)
+
+
+def _quality(one: dict[str, Any]) -> list[str]:
+    """Perplexity, and the mean KL from the exact mode where it was taken: modes that are not lossy have exact's."""
+    return [f"{one['ppl']:.2f}", f"{one['kl']['mean']:.3g}" if "kl" in one else "–"]

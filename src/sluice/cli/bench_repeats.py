@@ -39,7 +39,10 @@ class Plan:
 
 
 def measure(engine: Engine, plan: Plan, stop: Stop) -> dict[str, Any]:
-    """The JSON object of a benchmark on an open engine. Raises SluiceError if repeats differ in their tokens."""
+    """The JSON object of a benchmark on an open engine.
+
+    Raises SluiceError if repeats differ in their tokens; with rerouting they may, and each repeat has its own.
+    """
     from sluice.engine.memory import peak_rss_bytes
     from sluice.engine.report import quantile, run_result
 
@@ -61,7 +64,9 @@ def measure(engine: Engine, plan: Plan, stop: Stop) -> dict[str, Any]:
         one["predicted"] = _predicted(engine, plan, one["ledger"]["decode"])
         own = {name: one.pop(name) for name in ("tokens", "text", "finish_reason")}
         first = first or own
-        if own["tokens"] != first["tokens"]:
+        if engine.config.reroute:  # what a pool holds has a say in it
+            one["tokens"] = own["tokens"]
+        elif own["tokens"] != first["tokens"]:
             raise SluiceError(
                 f"repeat {i + 1} generated other tokens than the first, which must not be: run it again, and report it"
             )
@@ -111,6 +116,7 @@ def _repeat(engine: Engine, plan: Plan, prompts: list[list[int]], stop: Stop) ->
 
     ledgers = engine.ledger
     before = {name: replace(phase, cache=phase.cache.copy()) for name, phase in ledgers.items()}
+    state = engine.cache_state
     with ExitStack() as stack:
         sessions = [stack.enter_context(engine.session()) for _ in prompts]
         began = perf_counter()
@@ -140,6 +146,7 @@ def _repeat(engine: Engine, plan: Plan, prompts: list[list[int]], stop: Stop) ->
         "tokens": tokens,
         "text": [generation.text for generation in generations],
         "finish_reason": generations[0].finish_reason,
+        **({} if state is None else {"cache_state": state}),
     }
 
 

@@ -104,7 +104,7 @@ class Conversation:
             )
         self.session.rewind(kept)
         before = {name: replace(phase, cache=phase.cache.copy()) for name, phase in self.engine.ledger.items()}
-        began = perf_counter()
+        state, began = self.engine.cache_state, perf_counter()
         try:
             rest = feed_ahead(self.session, ids, stop)
         except BaseException:
@@ -122,7 +122,7 @@ class Conversation:
         self.pending = generation.tokens[max(n_fed, 0) :]
         result = result_of(
             self.engine, generation, prompt_tokens=kept + len(ids), before_s=before_s,
-            mode=self._mode(),
+            mode=self._mode(), cache_state=state,
         )  # fmt: skip
         result["ledger"] = {
             name: difference(phase, before[name]).as_dict() for name, phase in self.engine.ledger.items()

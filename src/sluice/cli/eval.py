@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sluice.cli.commands import group
-from sluice.cli.doctor import IN_MEMORY
 from sluice.cli.eval_texts import TextOptions
-from sluice.cli.machine import filesystem_of
 from sluice.cli.opening import announce, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Json, Model, grouped
 from sluice.cli.signals import Stop, deferred
+from sluice.cli.spool import check_room, spool
 from sluice.cli.terminal import Progress, emit, note, print_table, progress_bar
-from sluice.config import format_size
-from sluice.errors import InputError
 
 if TYPE_CHECKING:
     from sluice.engine import Engine
@@ -102,17 +96,20 @@ def kl(
     """
     config = engine.config(ctx=CTX)
     same_model = reference is None
-    exact = replace(config, routing="exact", kv="f16", top_k_experts=None, plan=config.plan if same_model else None)
+    exact = replace(
+        config, routing="exact", reroute=None, kv="f16", top_k_experts=None, lora=(),
+        plan=config.plan if same_model else None,
+    )  # fmt: skip
     given = texts.texts()
     from sluice.engine.memory import peak_rss_bytes
     from sluice.eval.divergence import compare, record, spooled_bytes, together
     from sluice.eval.windows import tokenize
 
     path = resolve_model(model)
-    with deferred() as stop, _spool() as (file, folder):
+    with deferred() as stop, spool() as (file, folder):
         with open_engine(path if reference is None else resolve_model(reference), exact, stop) as opened:
             ids = tokenize(opened, {name: text.text for name, text in given.items()})
-            _check_room(spooled_bytes(opened, ids), folder)
+            check_room("the reference's logits take", spooled_bytes(opened, ids), folder, "give less text")
             with _progress("scoring the reference", stop) as progress:
                 recorded = record(opened, ids, file, progress)
             theirs = _side(opened)
@@ -136,33 +133,6 @@ def kl(
         print_table(DIFFERENCE_HEADS, rows, title="KL in nats")
     _tell(result, result["reference"])
     return 0
-
-
-# --- the temporary file
-
-
-@contextmanager
-def _spool() -> Iterator[tuple[IO[bytes], Path]]:
-    """A file for logits, and its folder: on a disk if there is one, as what is in a tmpfs takes memory."""
-    folder = Path(tempfile.gettempdir())
-    if filesystem_of(folder) in IN_MEMORY and (other := Path("/var/tmp")).is_dir():
-        folder = other
-    try:
-        file = tempfile.TemporaryFile(dir=folder, prefix="sluice-eval-")  # noqa: SIM115  (closed below)
-    except OSError as error:
-        raise InputError(f"{folder} can't be written ({error.strerror}): set TMPDIR to a folder on a disk") from None
-    with file:
-        yield file, folder
-
-
-def _check_room(n_bytes: int, folder: Path) -> None:
-    """Raise InputError if `folder` can't take `n_bytes` and leave a tenth of what is free."""
-    free = shutil.disk_usage(folder).free
-    if n_bytes > 0.9 * free:
-        raise InputError(
-            f"the reference's logits take {format_size(n_bytes)} and {folder} has {format_size(free)} free: "
-            "give less text, or set TMPDIR to a folder with room"
-        )
 
 
 # --- results

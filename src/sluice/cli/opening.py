@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from sluice.errors import ContextError, GgmlError, InputError
 if TYPE_CHECKING:
     from sluice.engine import Engine, Session
     from sluice.ggml import Library
+    from sluice.io.files import ModelFiles
 
 
 def resolve_model(model: str) -> Path:
@@ -42,7 +43,10 @@ def load_ggml(path: str | Path | None) -> Library:
         raise
 
 
-def open_engine(path: Path, config: EngineConfig, stop: Stop) -> Engine:
+def open_engine(
+    path: Path, config: EngineConfig, stop: Stop, *,
+    open_files: Callable[[Sequence[Path]], ModelFiles] | None = None,
+) -> Engine:  # fmt: skip
     """An engine, ready. Ends where `stop` asks for it."""
     from sluice.engine import Engine
 
@@ -55,7 +59,7 @@ def open_engine(path: Path, config: EngineConfig, stop: Stop) -> Engine:
             stop.check()
             show(done, total)
 
-        engine = Engine(path, config, progress=progress)
+        engine = Engine(path, config, progress=progress, open_files=open_files)
     try:
         stop.check()
     except BaseException:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from sluice.config import KV_TYPE_NAMES, READERS, EngineConfig, parse_size
+from sluice.config import KV_TYPE_NAMES, READERS, EngineConfig, parse_lora, parse_reroute, parse_size
 from sluice.errors import InputError
 from sluice.experts.policies import AUTO, POLICIES
 
@@ -52,8 +52,27 @@ class EngineOptions:
         ),
     ] = "f16"
     routing: Annotated[
-        str, _option(_MEMORY, "--routing", metavar="MODE", help="exact, the only mode so far: the model's own routes.")
-    ] = "exact"
+        str,
+        _option(
+            _MEMORY, "--routing", metavar="MODE", help="exact: the model's own routes, the default. Lossy: prerouted, "
+            "routes as --prerouter predicts them a token ahead.",
+        ),
+    ] = "exact"  # fmt: skip
+    prerouter: Annotated[
+        str | None,
+        _option(_MEMORY, "--prerouter", metavar="FILE", help="Heads that predict routes a token ahead: experts are "
+                "read as they say. Same output, unless --routing prerouted."),
+    ] = None  # fmt: skip
+    reroute: Annotated[
+        str | None,
+        _option(_MEMORY, "--reroute", metavar="MARGIN[:J]", help="Lossy: in decode steps, experts not in memory give "
+                "way to ones that are and score at most MARGIN less, but for a token's J best (1). No prefetch."),
+    ] = None  # fmt: skip
+    lora: Annotated[
+        list[str] | None,
+        _option(_MEMORY, "--lora", metavar="FILE[:SCALE]", help="A LoRA adapter, GGUF or saved by PEFT, served beside "
+                "the weights. May be repeated."),
+    ] = None  # fmt: skip
     top_k_experts: Annotated[
         int | None,
         _option(
@@ -94,8 +113,12 @@ class EngineOptions:
 
     def config(self, *, ctx: int | None = None, **more: Any) -> EngineConfig:
         """As the engine takes it; `ctx` stands in where none was given. Raises InputError."""
-        if self.routing == "prerouted":
-            raise InputError("--routing prerouted is not available in this version: leave it out, or say exact")
+        if self.routing == "prerouted" and self.prerouter is None and more.get("routes") is None:
+            raise InputError(
+                "--routing prerouted needs predictions: give --prerouter FILE, which `sluice prerouter init` makes"
+            )
+        if self.reroute is not None:
+            more["reroute"], more["reroute_keep"] = parse_reroute(self.reroute)
         if self.plan is not None and self.policy is not None:
             raise InputError("--plan brings its own policy: leave out --policy, or make the plan with it")
         if self.ggml is not None and not Path(self.ggml).expanduser().exists():
@@ -109,11 +132,13 @@ class EngineOptions:
             policy=AUTO if self.policy is None else self.policy,
             routing=self.routing,
             top_k_experts=self.top_k_experts,
+            lora=tuple(parse_lora(text) for text in self.lora or ()),
             prefetch=not self.no_prefetch,
             io_threads=self.io_threads,
             reader=self.reader,
             ggml=None if self.ggml is None else Path(self.ggml),
             plan=None if self.plan is None else Path(self.plan),
+            prerouter=None if self.prerouter is None else Path(self.prerouter),
             **more,
         )
 

@@ -60,7 +60,7 @@ def run(
         check_prompt(opened, ids)
         announce(opened)
         with opened.session() as session:
-            began = perf_counter()
+            state, began = opened.cache_state, perf_counter()
             rest = feed_ahead(session, ids, stop)
             generation = Generation(
                 session, rest, params, max_tokens=max_tokens, stop=sampling.stop or (), ignore_eos=ignore_eos
@@ -71,6 +71,7 @@ def run(
             result = result_of(
                 opened, generation, prompt_tokens=len(ids), before_s=before_s,
                 mode=sampling_mode(params) | extra | {"raw": prompt.raw or not isinstance(source, str)},
+                cache_state=state,
             )  # fmt: skip
             note(summary(result, random_seed=sampling.seed is None))
             if json:
@@ -109,9 +110,13 @@ def stream(generation: Generation, stop: Stop, *, show: bool) -> None:
 
 
 def result_of(
-    engine: Engine, generation: Generation, *, prompt_tokens: int, before_s: float, mode: dict[str, Any]
+    engine: Engine, generation: Generation, *, prompt_tokens: int, before_s: float, mode: dict[str, Any],
+    cache_state: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON object of one generation; `before_s` went by between the prompt's first chunk and its last."""
+    """The JSON object of one generation; `before_s` went by between the prompt's first chunk and its last.
+
+    `cache_state` is the engine's from before the prompt.
+    """
     from sluice.engine.memory import peak_rss_bytes
     from sluice.engine.report import rate, run_result
 
@@ -123,7 +128,7 @@ def result_of(
         intervals_s=intervals, tok_per_s=rate(len(intervals), sum(intervals)),
         peak_rss_bytes=peak_rss_bytes(), budget_bytes=engine.plan.budget, slots=engine.plan.slots,
         seed=generation.seed, mode=engine.mode | {"ctx": engine.n_ctx} | mode, ledger=engine.stats(),
-        placed=engine.placed,
+        placed=engine.placed, cache_state=cache_state,
     )  # fmt: skip
 
 

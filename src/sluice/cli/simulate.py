@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sluice.cli.options import Json, grouped
+from sluice.cli.simulate_reroute import rules_of, simulate_rerouted
 from sluice.cli.simulate_timed import TimedOptions, matching_profile, simulate_timed
 from sluice.cli.terminal import emit, print_facts, print_table, progress_bar
 from sluice.errors import InputError
@@ -29,8 +30,8 @@ DEFAULT_CAPACITY = "5%,13.4%,25%,50%"
 Trace = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace that `sluice trace` wrote.")]
 Policies = Annotated[
     str | None,
-    typer.Option("--policies", metavar="LIST", help=f"Of {', '.join(NAMES)}. Default: all, with --predictors lru.",
-                 show_default=False),
+    typer.Option("--policies", metavar="LIST", help=f"Of {', '.join(NAMES)}. Default: all; with --predictors or "
+                 "--reroute, lru.", show_default=False),
 ]  # fmt: skip
 Capacity = Annotated[
     str,
@@ -46,6 +47,12 @@ Profile = Annotated[
                  show_default=False),
 ]  # fmt: skip
 
+Reroute = Annotated[
+    str | None,
+    typer.Option("--reroute", metavar="MARGINS[:J]", help="Simulate `run --reroute` at several margins, with commas, "
+                 "on a trace that was recorded with scores.", show_default=False),
+]  # fmt: skip
+
 Speed = Callable[["Result", Any], float | None]  # of a result and its misses [executions]
 
 
@@ -57,6 +64,7 @@ def simulate(
     capacity: Capacity = DEFAULT_CAPACITY,
     phase: Phase = "all",
     profile: Profile = None,
+    reroute: Reroute = None,
     timed: TimedOptions,
     json: Json = False,
 ) -> int:
@@ -67,10 +75,16 @@ def simulate(
 
     --predictors replays decoding on a machine of given speed, with reads ahead of their demand: so they can come too
     late, or for nothing. The machine is --read-rate, --layer-ms and --expert-ms, or --profile.
+
+    --reroute lets chosen experts that would have to be read give way to ones in memory that score at most a margin
+    less, but for a token's J best (1), in decode steps: what is read then, and how far routing weights stray.
     """
     ahead = timed.predictors is not None
+    rules = None if reroute is None else rules_of(reroute)
+    if rules is not None and (ahead or profile is not None):
+        raise InputError("--reroute is simulated without time: leave out --predictors and --profile, or --reroute")
     if policies is None:
-        policies = "lru" if ahead else ",".join(NAMES)
+        policies = "lru" if ahead or rules is not None else ",".join(NAMES)
     names = _names(policies)
     if phase not in PHASES:
         raise InputError(f"phase {phase!r} is unknown: choose from {', '.join(PHASES)}")
@@ -83,6 +97,9 @@ def simulate(
     with TraceReader(trace) as reader:
         slots = capacities(wanted, len(reader.info.moe_layers) * reader.info.n_expert)
         demands = Demands.of(reader)
+        if rules is not None:
+            simulate_rerouted(reader, demands, names, slots, rules, phase, json=json)
+            return 0
     if ahead:
         simulate_timed(demands, timed, names, slots, profile, json=json)
         return 0
@@ -181,11 +198,10 @@ def _speed(path: Path, demands: Demands, phase: str) -> Speed:
     kind = "prefill" if phase == "prefill" else "decode"
     mine = demands.of_phase(kind)
     single = bool((demands.n_tokens[mine] == 1).all())
-    needed = demands.by_step(demands.counts.astype(float), kind)
     tokens = demands.by_step(demands.n_tokens, kind).max(axis=1, initial=0).tolist()
 
     def speed(found: Result, misses: Any) -> float | None:
-        absences = Absences(needed, demands.by_step(misses.astype(float), kind), 1 - found.capacity_share)
+        absences = Absences.of(demands, misses, found.capacity_slots, kind)
         if kind == "prefill":
             predicted = predict_prefill(profile, absences, tokens)
         else:

@@ -22,10 +22,13 @@ class MemoryNeeds:
     workspace: int
     scratch: int
     work: int  # ggml's own work buffer
+    heads: int = 0  # of a prerouter
+    adapters: int = 0
 
     @property
     def fixed(self) -> int:
-        return self.process + self.dense + self.kv + self.workspace + self.scratch + self.work + HOST_BYTES
+        counted = self.process + self.dense + self.kv + self.workspace + self.scratch + self.work + self.heads
+        return counted + self.adapters + HOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)

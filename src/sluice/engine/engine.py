@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,6 +24,8 @@ from sluice.engine.generate import Generation, Token
 from sluice.engine.ledger import PhaseLedger
 from sluice.engine.memory import free_bytes, page_cache_bytes, rss_bytes
 from sluice.engine.pairs import PAIR_LIMIT, ROW_MAP_BYTES, PairGraphs, scratch_bytes
+from sluice.engine.prerouting import HeadGraphs, Prerouting
+from sluice.engine.recorded import RecordedRoutes
 from sluice.engine.recording import begin_step, open_trace
 from sluice.engine.segments import SegmentGraphs
 from sluice.engine.session import Session
@@ -31,6 +34,7 @@ from sluice.engine.weights import DenseWeights, dense_tensors
 from sluice.engine.workspace import CHUNK, Workspace, chunks
 from sluice.errors import ContextError, EngineClosed, InputError, ModelFileError, ReadError, TemplateError
 from sluice.experts.policies import pinning, reads_ahead, suited
+from sluice.experts.rerouting import Rerouting
 from sluice.ggml import Backend, GraphAllocator, Library, load_library
 from sluice.gguf import GgufFile, open_gguf
 from sluice.io import readers
@@ -41,6 +45,10 @@ from sluice.models.fingerprint import fingerprint
 from sluice.models.kv_cache import KV_TYPES, KVCache, kv_bytes
 from sluice.models.recurrent import RecurrentState, recurrent_bytes
 from sluice.models.spec import ModelSpec
+from sluice.routing.heads import Heads
+from sluice.routing.lora import LoraWeights
+from sluice.routing.lora_file import Adapter, open_adapter
+from sluice.routing.prerouter_file import PrerouterFile, open_prerouter
 from sluice.store import ExpertStore, ReaderFactory, expert_layout
 from sluice.text.chat import render_chat
 from sluice.text.sampling import SamplingParams
@@ -64,11 +72,12 @@ class Engine:
     def __init__(
         self, path: str | os.PathLike[str], config: EngineConfig, *,
         progress: Callable[[int, int], None] | None = None, make_reader: ReaderFactory | None = None,
-        plan_only: bool = False,
+        open_files: Callable[[Sequence[Path]], ModelFiles] | None = None, plan_only: bool = False,
     ) -> None:  # fmt: skip
         began = perf_counter()
         self.config = config
         self._plan_only = plan_only
+        self._open_files = open_files
         self._stack = ExitStack()
         self._owner = os.getpid()
         self._closed = False
@@ -116,9 +125,13 @@ class Engine:
         self.own_top_k = spec.top_k
         if config.top_k_experts is not None:
             self.spec = spec = _with_top_k(spec, config.top_k_experts)
+        rerouting = None if config.reroute is None else Rerouting(config.reroute, config.reroute_keep)
+        if rerouting is not None and rerouting.keep > spec.top_k:
+            raise InputError(f"--reroute keeps {rerouting.keep} experts of {spec.top_k} that a token takes: keep fewer")
         self.placement = None if config.plan is None else placing.read_for(config.plan, self._model)
         if self.placement is not None:
             self.config = config = replace(config, policy=self.placement.policy)
+        self.adapters = [(open_adapter(p, self.file, spec, self.library), scale) for p, scale in config.lora]
         self.tokenizer = Tokenizer.from_metadata(self.file.metadata)
         if self.tokenizer.n_vocab > spec.n_vocab:
             raise ModelFileError(
@@ -140,8 +153,10 @@ class Engine:
         n_outputs = min(max(OUTPUT_ROWS, config.streams), n_tokens)
 
         # All memory is set out first, untouched; only when the budget holds it is anything read.
-        if config.read_rate is not None:
-            self.files: ModelFiles = enter(FixedRateFiles(self.file.paths, config.read_rate))
+        if self._open_files is not None:
+            self.files: ModelFiles = enter(self._open_files(self.file.paths))
+        elif config.read_rate is not None:
+            self.files = enter(FixedRateFiles(self.file.paths, config.read_rate))
         else:
             self.files = enter(ModelFiles(self.file.paths))
         blocks = [self.files[i].block for i in range(len(self.files))]
@@ -152,6 +167,11 @@ class Engine:
         process = rss_bytes() + (ENCODER_BYTES if self.recorder is not None else 0)
         backend = enter(Backend(self.library, self.threads))
         weights = enter(DenseWeights(self.library, dense_tensors(self.file, spec)))
+        lora = enter(LoraWeights(self.library, self.adapters)) if self.adapters else None
+        if lora is not None:
+            lora.attach(weights.tensors)
+        expert_updates = {} if lora is None else lora.experts
+        expert_rank = lora.rank if lora is not None and expert_updates else 0
         family = family_type(spec, weights.tensors)
         self._n_tokens = n_tokens
         kv = enter(KVCache(self.library, spec, (kv_types[0], kv_types[1]), self.n_ctx, config.streams))
@@ -159,12 +179,18 @@ class Engine:
         workspace = enter(
             Workspace(
                 self.library, spec, n_tokens=n_tokens, n_streams=config.streams, n_ctx=self.n_ctx, n_outputs=n_outputs,
-                recording=self.recorder is not None,
+                recording=self.recorder is not None, ahead=config.prerouter is not None or config.routes is not None,
+                expert_ids=bool(expert_updates),
             )
         )  # fmt: skip
+        prerouter = None if config.prerouter is None else self._read_prerouter(config.prerouter)
+        heads = None if prerouter is None else enter(Heads(self.library, prerouter))
         allocator = enter(GraphAllocator(backend))
         segments = enter(SegmentGraphs(family, workspace, kv, states, allocator, lookahead=config.prefetch))
         segments.reserve(n_tokens, self.n_ctx, config.streams)
+        head_graphs = None if heads is None else enter(HeadGraphs(family, heads, workspace, allocator))
+        if head_graphs is not None:
+            head_graphs.reserve(config.streams)
         n_pairs = min(PAIR_LIMIT, n_tokens * spec.top_k)
         needs = MemoryNeeds(
             process=process,
@@ -172,8 +198,10 @@ class Engine:
             kv=kv_bytes(spec, self.library, (kv_types[0], kv_types[1]), self.n_ctx, config.streams)
             + recurrent_bytes(spec, config.streams),
             workspace=workspace.n_bytes,
-            scratch=max(allocator.n_bytes, scratch_bytes(spec, n_pairs)),
+            scratch=max(allocator.n_bytes, scratch_bytes(spec, n_pairs, expert_rank)),
             work=ROW_MAP_BYTES + n_tokens * max(spec.n_embd, spec.n_ff, spec.mixer_width) * 4,
+            heads=0 if heads is None else heads.n_bytes,
+            adapters=0 if lora is None else lora.n_bytes,
         )
         self.plan: MemoryPlan = plan_memory(
             needs, layout.stride, ram=config.ram, free=free_bytes(), expert_slots=config.expert_slots,
@@ -198,16 +226,39 @@ class Engine:
                 reserve=reserve, poison=config.poison,
             )
         )  # fmt: skip
-        pairs = enter(PairGraphs(family, workspace, self.store, allocator))
+        pairs = enter(PairGraphs(family, workspace, self.store, allocator, expert_updates))
         pairs.reserve(n_pairs)
+        if lora is not None:
+            lora.load()
         self.placed = placing.load(weights, self.files, self.store, self.placement, config.plan, progress)
+        self.prerouting: Prerouting | None = None
+        if heads is not None:
+            heads.load()
+        if heads is not None or config.routes is not None:
+            recording = None if config.routes is None else self._read_routes(config.routes)
+            decides = config.routing == "prerouted"
+            self.prerouting = Prerouting(
+                spec, workspace, config.streams, decides=decides, heads=heads, recording=recording
+            )
+            segments.predicted = frozenset(self.prerouting.owners.values() if decides else ())
+            segments.scored = self.prerouting.scored
         self._stepper = Stepper(
             spec, segments, pairs, workspace, self.store, backend, prefetch=self.prefetching, overlap=config.overlap,
-            recorder=self.recorder,
+            recorder=self.recorder, prerouting=self.prerouting, heads=head_graphs, reads_routes=config.prefetch,
+            rerouting=rerouting,
         )  # fmt: skip
         self.ledger = {"prefill": PhaseLedger(), "decode": PhaseLedger()}
         self.free_streams = list(range(config.streams - 1, -1, -1))
         self._n_sessions = 0
+
+    def _read_prerouter(self, path: Path) -> PrerouterFile:
+        """The heads in `path`, which must be this model's. Raises InputError."""
+        file = open_prerouter(path)
+        file.check_model(self.spec, fingerprint=self.fingerprint, top_k=self.own_top_k)
+        return file
+
+    def _read_routes(self, path: Path) -> RecordedRoutes:
+        return RecordedRoutes(path, fingerprint=self.fingerprint, top_k=self.spec.top_k)
 
     # --- life
 
@@ -236,7 +287,10 @@ class Engine:
         if not self.free_streams:
             raise InputError(f"all {self.config.streams} streams are in use: open the engine with more streams")
         self._n_sessions += 1
-        return Session(self, self.free_streams.pop(), self._n_sessions - 1)
+        session = Session(self, self.free_streams.pop(), self._n_sessions - 1)
+        if self.prerouting is not None:
+            self.prerouting.opened(session.stream, session.number)
+        return session
 
     # --- steps
 
@@ -257,7 +311,7 @@ class Engine:
         try:
             if self.recorder is not None:
                 begin_step(self.recorder, self._stepper.n_steps, phase, parts)
-            logits = self._stepper.run(streams, outputs, self.ledger[phase], each)
+            logits = self._stepper.run(streams, outputs, self.ledger[phase], each, decoding=phase == "decode")
             if changed := self.files.changed():
                 raise ReadError(changed)
         except BaseException:
@@ -280,10 +334,12 @@ class Engine:
 
         The first `skip` tokens' logits are left out. Rows [n, n_vocab] float32 are valid during the call, and never
         more than fit the workspace. Yields after each chunk how many tokens were fed. Raises ContextError.
+        With prerouted routes, or rerouting, all but a session's first token are decoded one by one: what a prompt would
+        make of them isn't what they would make when generated.
         """
         session.check_room(ids)
         fed = 0
-        for chunk in chunks(len(session.tokens), self._checked(ids)):
+        for chunk in self._chunks(session, self._checked(ids)):
 
             def block(first: int, rows: np.ndarray, start: int = fed) -> None:
                 first += start
@@ -291,9 +347,18 @@ class Engine:
                     use(max(first, skip), rest)
 
             wanted = range(len(chunk)) if fed + len(chunk) > skip else range(0)
-            self._step("prefill", [(session, chunk)], wanted, block)
+            phase = "decode" if self._scores_by_decoding and session.tokens else "prefill"
+            self._step(phase, [(session, chunk)], range(1) if phase == "decode" else wanted, block)
             fed += len(chunk)
             yield fed
+
+    @property
+    def _scores_by_decoding(self) -> bool:
+        return self.config.reroute is not None or (self.prerouting is not None and self.prerouting.decides)
+
+    def _chunks(self, session: Session, ids: list[int]) -> Iterator[list[int]]:
+        """What is fed together when each token's logits are wanted."""
+        return ([id] for id in ids) if self._scores_by_decoding else chunks(len(session.tokens), ids)
 
     def prefill_many(self, prompts: Sequence[tuple[Session, Sequence[int]]]) -> Iterator[tuple[int, np.ndarray]]:
         """Feed each session its prompt, short prompts together in one step, so that each expert is read once for all.
@@ -344,10 +409,15 @@ class Engine:
         whole = self._checked(ids)
         if not whole or len(whole) > self.n_ctx:
             raise ContextError(f"{len(whole)} tokens: give 1 to {self.n_ctx}, or raise --ctx")
-        rows: list[np.ndarray] = []
+        logits = np.empty((len(whole), self.spec.n_vocab), np.float32)
+
+        def use(first: int, rows: np.ndarray) -> None:
+            logits[first : first + len(rows)] = rows
+
         with self.session() as session:
-            rows += [self._step("prefill", [(session, c)], range(len(c))).copy() for c in chunks(0, whole)]
-        return np.concatenate(rows)
+            for _ in self.prefill_rows(session, whole, use):
+                pass
+        return logits
 
     # --- text
 
@@ -419,19 +489,46 @@ class Engine:
     def mode(self) -> dict[str, Any]:
         """Every knob that can change the output, resolved."""
         k, v = self.config.kv_names
+        prerouter = self.config.prerouter if self.config.routing == "prerouted" else None
         return {
             "routing": self.config.routing,
+            **({} if prerouter is None else {"prerouter": prerouter.name}),
+            **({} if self.config.routes is None else {"routes": self.config.routes.name}),
+            **self._rerouting_mode,
             "kv": f"{k},{v}",
             "threads": self.threads,
             "top_k_experts": self.spec.top_k,
             "top_k_experts_of_model": self.own_top_k,
+            **({"lora": [_named(*one) for one in self.adapters]} if self.adapters else {}),
             "ggml": self.library.version,
         }
+
+    @property
+    def _rerouting_mode(self) -> dict[str, Any]:
+        if self.config.reroute is None:
+            return {}
+        return {"reroute": {"margin": self.config.reroute, "keep": self.config.reroute_keep, "prefetch": False}}
+
+    @property
+    def cache_state(self) -> str | None:
+        """A hash of who is in the expert pool, in the order in which they would leave it now.
+
+        None unless output depends on it, which it does with rerouting. With the policy lru it says all there is to say.
+        """
+        if self.config.reroute is None:
+            return None
+        order = self.store.cache.eviction_order()
+        return sha256("".join(f"{layer} {expert}\n" for layer, expert in order).encode()).hexdigest()
 
     def stats(self) -> dict[str, Any]:
         """The ledger since open: {"prefill": {...}, "decode": {...}}."""
         rss, cached = rss_bytes(), page_cache_bytes()
         return {name: phase.as_dict(resident_bytes=rss, page_cache_bytes=cached) for name, phase in self.ledger.items()}
+
+
+def _named(adapter: Adapter, scale: float) -> dict[str, Any]:
+    """What an output's JSON says of an adapter."""
+    return {"file": str(adapter.path), "scale": scale, "matrices": len(adapter.updates), "ranks": list(adapter.ranks)}
 
 
 def _with_top_k(spec: ModelSpec, n: int) -> ModelSpec:

@@ -21,7 +21,12 @@ class PhaseLedger:
     token_demands: int = 0
     predicted: int = 0  # routed experts for which there was a prediction
     predicted_right: int = 0
+    preroutes: int = 0  # experts that a prerouter named for a token, and those of them that its router chose too
+    preroutes_right: int = 0
+    reroutable: int = 0  # experts that routers chose where others might have stood in for them
     substituted: int = 0
+    rerouted_rows: int = 0  # (token, layer): rows of those, and the sum of their routing weights' divergences, in nats
+    reroute_kl: float = 0.0
     bytes_read: int = 0
     reads: int = 0
     io_busy_s: float = 0.0
@@ -69,8 +74,12 @@ class PhaseLedger:
             "prefetch_used": c.prefetch_used,
             "prefetch_late": c.prefetch_late,
             "prefetch_wasted": c.prefetch_wasted,
+            "prefetch_crowded": c.prefetch_crowded,
             "recall_at_k": self.predicted_right / self.predicted if self.predicted else None,
+            "prerouter_agreement": self.preroutes_right / self.preroutes if self.preroutes else None,
             "substituted": self.substituted,
+            "native_agreement": 1 - self.substituted / self.reroutable if self.reroutable else None,
+            "reroute_kl": self.reroute_kl / self.rerouted_rows if self.rerouted_rows else None,
             "io_busy_s": self.io_busy_s,
             "io_depth_mean": self.io_depth_s / self.io_busy_s if self.io_busy_s else None,
             "resident_bytes": resident_bytes,

@@ -6,6 +6,7 @@ What was resident, and in which order experts arrived, changes how pairs are gro
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from sluice.engine.workspace import Workspace, elements
 from sluice.ggml import Context, Graph, GraphAllocator, Tensor
@@ -16,25 +17,32 @@ from sluice.store import ExpertStore
 PAIR_LIMIT = 1024  # pairs of one graph: bounds its scratch memory
 ROW_MAP_ENTRY = 8  # ggml's mul_mat_id keeps a table of slots × pairs × 8 bytes ...
 ROW_MAP_BYTES = 32 << 20  # ... which may take this much
-PAIR_TENSORS = 32  # more than a pair graph has
+PAIR_TENSORS = 48  # more than a pair graph has
 KEPT_GRAPHS = 1024
 KEPT_PAIRS = 256  # larger graphs are prompt chunks', which rarely come again
 
 
-def scratch_bytes(spec: ModelSpec, n_pairs: int) -> int:
-    """An upper bound of the scratch memory that a graph of `n_pairs` pairs takes."""
-    biased = int(spec.expert_biases)
-    return n_pairs * 4 * ((2 + biased) * spec.n_embd + (3 + 2 * biased) * spec.n_ff_expert) + (1 << 16)
+def scratch_bytes(spec: ModelSpec, n_pairs: int, rank: int = 0) -> int:
+    """An upper bound of the scratch memory that a graph of `n_pairs` pairs takes; `rank`: the highest of updates."""
+    more = int(spec.expert_biases) + 2 * bool(rank)
+    return n_pairs * 4 * ((2 + more) * spec.n_embd + (3 + 2 * more) * spec.n_ff_expert + 3 * rank) + (1 << 16)
 
 
 class PairGraphs:
-    """Builds, keeps and frees pair graphs over one workspace, store and allocator; a context manager."""
+    """Builds, keeps and frees pair graphs over one workspace, store and allocator; a context manager.
 
-    def __init__(self, family: Family, workspace: Workspace, store: ExpertStore, allocator: GraphAllocator) -> None:
+    `low_rank` are updates of experts' matrices, by layer and role (see `sluice.routing.lora.LoraWeights`).
+    """
+
+    def __init__(
+        self, family: Family, workspace: Workspace, store: ExpertStore, allocator: GraphAllocator,
+        low_rank: Mapping[tuple[int, str], tuple[Tensor, Tensor]] | None = None,
+    ) -> None:  # fmt: skip
         self.family = family
         self.workspace = workspace
         self.store = store
         self.allocator = allocator
+        self.low_rank = low_rank or {}
         self._kept: OrderedDict[tuple[int, int], tuple[Context, Graph]] = OrderedDict()
         self._single: dict[tuple[int, int], tuple[Context, Graph]] = {}  # parts of joined graphs: freed by `close` only
         self._generation = allocator.generation
@@ -60,7 +68,7 @@ class PairGraphs:
 
     def single(self, layer: int, n: int) -> Graph:
         """A graph of `n` pairs of `layer`, all of one token; its inputs are pair_slots, pair_rows, with biases
-        pair_experts. It lives until the allocator's memory moves."""
+        pair_experts, top_k of each for every layer with experts. It lives until the allocator's memory moves."""
         self._check_generation()
         found = self._single.get((layer, n))
         if found is None:
@@ -103,7 +111,8 @@ class PairGraphs:
         ws, spec, weights = self.workspace, self.family.spec, self.family.weights
         gate, up, down = self.store.matrices(c, layer, first, n_slots)
         place = (n, 1) if single else (1, n)
-        ids = c.view(ws.pair_slots, place)
+        at = self.family.spec.moe_layers.index(layer) * spec.top_k if single else 0  # what is listed layer by layer
+        ids = c.view(ws.pair_slots, place, (), 4 * at)
         if single:
             x = c.view(ws.normed, (spec.n_embd, 1, 1))
         else:
@@ -111,10 +120,17 @@ class PairGraphs:
 
         def times(matrix: Tensor, role: str, x: Tensor) -> Tensor:
             y = c.mul_mat_id(matrix, x, ids)
+            low_rank = self.low_rank.get((layer, role))
+            if low_rank is None and not spec.expert_biases:
+                return y
+            experts = c.view(ws.pair_experts, place, (), 4 * at)
+            if low_rank is not None:
+                a, b = low_rank
+                y = c.add(y, c.mul_mat_id(b, c.mul_mat_id(a, x, experts), experts))
             if not spec.expert_biases:
                 return y
-            return c.add_id(y, weights[f"blk.{layer}.ffn_{role}_exps.bias"], c.view(ws.pair_experts, place))
+            return c.add_id(y, weights[f"blk.{layer}.ffn_{role}_exps.bias"], experts)
 
         inner = self.family.activation(c, times(gate, "gate", x), times(up, "up", x))
         out = c.reshape(times(down, "down", inner), spec.n_embd, n)
-        graph.add(c.set_rows(ws.pairs, out, elements(c, ws.pair_rows, n)))
+        graph.add(c.set_rows(ws.pairs, out, c.view(ws.pair_rows, (n,), (), 8 * at)))

@@ -14,7 +14,7 @@ from sluice.errors import InputError
 from sluice.gguf import GgufFile
 from sluice.models.fingerprint import fingerprint
 from sluice.models.spec import ModelSpec
-from sluice.trace import TraceInfo, TraceWriter
+from sluice.trace import REROUTED, TraceInfo, TraceWriter
 
 if TYPE_CHECKING:
     from sluice.engine.session import Session
@@ -42,9 +42,11 @@ def open_trace(path: Path, config: EngineConfig, file: GgufFile, spec: ModelSpec
     """The writer of the trace at `path`; a step has up to `n_tokens` columns. Raises InputError or ReadError."""
     if path.exists() and any(path.samefile(model) for model in file.paths):
         raise InputError(f"{path}: the model itself: name another file for the trace")
-    return TraceWriter(
-        path, trace_info(file, spec), scores=config.trace_scores, force=config.trace_force, least_rows=n_tokens
-    )
+    source = f"sluice {__version__}" + "".join(f", adapter {name.name} × {scale:g}" for name, scale in config.lora)
+    if config.reroute:
+        source += f"{REROUTED}{config.reroute:g} but for the best {config.reroute_keep}"
+    info = trace_info(file, spec, source=source)
+    return TraceWriter(path, info, scores=config.trace_scores, force=config.trace_force, least_rows=n_tokens)
 
 
 def begin_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sluice.config import format_size
@@ -78,9 +79,12 @@ def run_result(
     *, text: Any, tokens: list[Any], finish_reason: str | None, prompt_tokens: int, generated_tokens: int,
     load_s: float, ttft_s: float | None, intervals_s: Sequence[float], tok_per_s: float | None,
     peak_rss_bytes: int, budget_bytes: int | None, slots: int, seed: int, mode: Mapping[str, Any],
-    ledger: Mapping[str, Mapping[str, Any]], placed: Placed | None = None,
+    ledger: Mapping[str, Mapping[str, Any]], placed: Placed | None = None, cache_state: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A run as the object that `--json` prints. What was not measured is None, never 0; `plan` is there if one was."""
+    """A run as the object that `--json` prints. What was not measured is None, never 0; `plan` is there if one was.
+
+    So is `cache_state`, the expert pool's when the run began, where the output depends on it.
+    """
     prefill = ledger["prefill"]
     return {
         "text": text,
@@ -99,6 +103,7 @@ def run_result(
         "seed": seed,
         "mode": dict(mode),
         "ledger": {name: dict(phase) for name, phase in ledger.items()},
+        **({} if cache_state is None else {"cache_state": cache_state}),
         **({} if placed is None else {"plan": placed.as_dict()}),
     }
 
@@ -116,8 +121,16 @@ def wait_share(phase: Mapping[str, Any]) -> float | None:
 def mode_text(mode: Mapping[str, Any]) -> str:
     """How routes and context were kept, in words; what is not the model's own is called lossy."""
     n, own = mode["top_k_experts"], mode["top_k_experts_of_model"]
-    lossy = "" if n == own else f"lossy, {n} expert{'s' * (n > 1)} a token instead of the model's {own}: "
-    return f"{lossy}{mode['routing']}, kv {mode['kv']}"
+    lossy = [] if n == own else [f"{n} expert{'s' * (n > 1)} a token instead of the model's {own}"]
+    if "prerouter" in mode:
+        lossy.append(f"routes predicted by {mode['prerouter']}")
+    if (reroute := mode.get("reroute")) is not None and reroute["margin"]:
+        best = f"the best {reroute['keep']} kept" if reroute["keep"] else "none kept"
+        lossy.append(f"experts rerouted within {reroute['margin']:g} ({best}, nothing read ahead)")
+    named = f"lossy, {', '.join(lossy)}: " if lossy else ""
+    adapted = "".join(f", adapter {Path(one['file']).name} × {one['scale']:g}" for one in mode.get("lora", ()))
+    replayed = f" by the routes of {mode['routes']}" if "routes" in mode else ""
+    return f"{named}{mode['routing']}{replayed}, kv {mode['kv']}{adapted}"
 
 
 def summary(result: Mapping[str, Any], *, random_seed: bool) -> str:

@@ -8,10 +8,10 @@ two segments the experts run (see pairs.py).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from sluice.engine.pairs import PairGraphs
-from sluice.engine.workspace import LOOKAHEAD, Workspace, columns, elements, near_reach
+from sluice.engine.workspace import LOOKAHEAD, Workspace, block, columns, elements, near_reach
 from sluice.ggml import Context, Graph, GraphAllocator, Tensor, chained
 from sluice.models.blocks import AttentionInputs, Family, Reach, Segment, weighted_sum
 from sluice.models.kv_cache import KVCache, padded
@@ -19,9 +19,10 @@ from sluice.models.recurrent import RecurrentState
 from sluice.models.spec import ModelSpec
 
 KEPT_SHAPES = 4  # batch shapes whose graphs are kept for reuse
-SHARED_TENSORS = 24  # more than a graph of shared experts has
+KEPT_NODES = 1 << 18  # that a shape's joined graphs may have room for, at some 50 bytes each
+SHARED_TENSORS = 40  # more than a graph of shared experts has
 # More than a layer has, and more than it has beside these of each stream, without states and with them
-LAYER_TENSORS, STREAM_TENSORS, STATE_TENSORS = 64, 32, 64
+LAYER_TENSORS, STREAM_TENSORS, STATE_TENSORS = 112, 32, 64
 
 
 class Columns(NamedTuple):
@@ -37,10 +38,12 @@ class Columns(NamedTuple):
 
 
 class BatchShape(NamedTuple):
-    """All that a step's graphs depend on. `n_outputs`: columns that logits are wanted of, 0 for none."""
+    """All that a step's graphs depend on. `n_outputs`: columns that logits are wanted of, 0 for none. `ahead`: routes
+    may be known ahead, so that each layer's have a place of their own."""
 
     columns: tuple[Columns, ...]
     n_outputs: int
+    ahead: bool = False
 
     @property
     def n_tokens(self) -> int:
@@ -61,7 +64,8 @@ class _Built:
     def __init__(self) -> None:
         self.contexts: list[Context] = []
         self.graphs: list[Graph] = []
-        self.joined: dict[tuple[int, int, bool], tuple[Context, Graph]] = {}
+        self.bare: dict[int, Graph] = {}
+        self.joined: OrderedDict[tuple[int, ...], tuple[Context, Graph]] = OrderedDict()
 
     def close(self) -> None:
         for context, _ in self.joined.values():
@@ -75,7 +79,9 @@ class _Built:
 class SegmentGraphs:
     """Builds, keeps and frees graphs over one workspace and allocator; a context manager.
 
-    `lookahead` adds the routers of the layers ahead on this layer's residual, for prefetching.
+    `lookahead` adds the routers of the layers ahead on this layer's residual, for prefetching. Where routes are known
+    ahead, it leaves out the layers `predicted`, whose routing weights are made of `executed_scores` if they are
+    `scored`.
     """
 
     def __init__(
@@ -90,6 +96,8 @@ class SegmentGraphs:
         self.library = allocator.library
         self.allocator = allocator
         self.lookahead = lookahead
+        self.predicted: frozenset[int] = frozenset()
+        self.scored = False
         self._shapes: OrderedDict[BatchShape, _Built] = OrderedDict()
         self._shared: OrderedDict[tuple[int, int], tuple[Context, Graph]] = OrderedDict()
         self._shared_single: dict[tuple[int, int], tuple[Context, Graph]] = {}  # of one token: parts of joined graphs
@@ -133,19 +141,28 @@ class SegmentGraphs:
         self._shapes.move_to_end(shape)
         return built.graphs
 
-    def joined(self, shape: BatchShape, i: int, n: int, pairs: PairGraphs, *, shared: bool) -> Graph:
-        """Segment `i` of a single token, and before it the last `n` pairs of the layer before, in one graph.
-
-        `shared`: that layer's shared experts too. Saves launches, and with them the waking of the other threads. Call
-        `of` for the shape first.
-        """
+    def bare(self, shape: BatchShape, i: int) -> Graph:
+        """Segment `i` without its router, for a layer whose routes and their scores are known."""
         built = self._shapes[shape]
-        found = built.joined.get((i, n, shared))
-        if found is None:
-            layer = self.spec.moe_layers[i - 1]
-            parts = [pairs.single(layer, n), *([self.shared(layer, 1)] if shared else []), built.graphs[i]]
-            found = built.joined[i, n, shared] = chained(*parts)
-        return found[1]
+        if i not in built.bare:
+            context, built.bare[i] = self.allocator.placed(*self._segment(shape, i, bare=True))
+            built.contexts.append(context)
+        return built.bare[i]
+
+    def joined(self, shape: BatchShape, parts: Sequence[Graph]) -> Graph:
+        """`parts` in one graph: segments of `shape`, for which `of` was called, and what is kept for a single token.
+
+        Saves launches, and with them the waking of the other threads.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        kept, key = self._shapes[shape].joined, tuple(part.ptr for part in parts)
+        if key not in kept:
+            kept[key] = chained(*parts)
+            while len(kept) > 1 and sum(graph.n_nodes for _, graph in kept.values()) > KEPT_NODES:
+                kept.popitem(last=False)[1][0].close()
+        kept.move_to_end(key)
+        return kept[key][1]
 
     def shared(self, layer: int, n: int) -> Graph:
         """The shared experts of `layer` on the first `n` columns of what it reads."""
@@ -171,7 +188,7 @@ class SegmentGraphs:
             c.close()
             raise
 
-    def _segment(self, shape: BatchShape, i: int) -> tuple[Context, Graph]:
+    def _segment(self, shape: BatchShape, i: int, *, bare: bool = False) -> tuple[Context, Graph]:
         spec, family, ws, n = self.spec, self.family, self.workspace, shape.n_tokens
         moe = spec.moe_layers
         last = i == len(moe)
@@ -186,7 +203,7 @@ class SegmentGraphs:
                 x = family.embed(c, elements(c, ws.tokens, n))
             else:
                 m = max(1, shape.n_wanted(moe[i - 1], spec, ws.n_outputs))
-                weights = family.routing_weights(c, moe[i - 1], columns(c, ws.scores, m), columns(c, ws.routed, m))
+                weights = family.routing_weights(c, moe[i - 1], *self._final(c, shape, i - 1, m))
                 if "weights" in ws.arrays:
                     graph.add(c.cpy(c.reshape(weights, spec.top_k, m), columns(c, ws.weights, m)))
                 outputs = c.view(ws.pairs, (spec.n_embd, spec.top_k, m))
@@ -202,12 +219,26 @@ class SegmentGraphs:
                 self._head(c, graph, x, shape)
             elif (wanted := shape.n_wanted(moe[i], spec, ws.n_outputs)) == 0:
                 graph.add(x)
+            elif bare:
+                self._read(c, graph, x, moe[i], shape)
+                graph.add(c.cpy(x, columns(c, ws.residual, n)))
             else:
-                self._router(c, graph, self._outputs(c, x, wanted), i, wanted)
+                self._router(c, graph, self._outputs(c, x, wanted), i, wanted, shape)
             return c, graph
         except BaseException:
             c.close()
             raise
+
+    def _final(self, c: Context, shape: BatchShape, i: int, n: int) -> tuple[Tensor, Tensor]:
+        """The scores and ids that the routing weights of the i-th layer with experts are made of."""
+        ws, n_layers = self.workspace, len(self.spec.moe_layers)
+        if not shape.ahead:
+            return columns(c, ws.scores, n), columns(c, ws.routed, n)
+        if self.scored and self.spec.moe_layers[i] in self.predicted:
+            scores = block(c, ws.executed_scores, i, n_layers, n)
+        else:
+            scores = columns(c, ws.scores, n)
+        return scores, block(c, ws.executed, i, n_layers, n)
 
     def _attention_inputs(self, c: Context, graph: Graph, shape: BatchShape) -> AttentionInputs:
         ws, n = self.workspace, shape.n_tokens
@@ -226,21 +257,38 @@ class SegmentGraphs:
             ws.attention,
         )  # fmt: skip
 
-    def _router(self, c: Context, graph: Graph, x: Tensor, i: int, n: int) -> None:
+    def _router(self, c: Context, graph: Graph, x: Tensor, i: int, n: int, shape: BatchShape) -> None:
         """The end of a segment: what experts read, whom the router chose, and whom the next ones would choose."""
         family, ws, moe, k = self.family, self.workspace, self.spec.moe_layers, self.spec.top_k
-        normed = family.expert_input(c, moe[i], x)
-        scores, ids = family.select(c, moe[i], family.router(c, moe[i], x, normed), k)
+        read = self._read(c, graph, x, moe[i], shape)
+        scores, ids = family.select(c, moe[i], family.router(c, moe[i], read), k)
         graph.add(
-            c.cpy(normed, columns(c, ws.normed, n)),
             c.cpy(scores, columns(c, ws.scores, n)),
-            c.cpy(ids, columns(c, ws.selected, n)),
+            c.cpy(ids, block(c, ws.chosen, i, len(moe), n) if shape.ahead else columns(c, ws.selected, n)),
         )
-        for d, layer in enumerate(moe[i + 1 : i + 1 + LOOKAHEAD] if self.lookahead else ()):
-            guess = family.router(c, layer, x, family.expert_input(c, layer, x))
-            block = d * ws.n_tokens * ws.predicted.strides[1]
-            graph.add(c.cpy(family.select(c, layer, guess, k)[1], c.view(ws.predicted, (k, n), (), block)))
+        for d, layer in self.looks_ahead(shape, i):
+            read = family.router_input(c, layer, x, family.expert_input(c, layer, x))
+            guess = family.router(c, layer, read)
+            at = d * ws.n_tokens * ws.predicted.strides[1]
+            graph.add(c.cpy(family.select(c, layer, guess, k)[1], c.view(ws.predicted, (k, n), (), at)))
         graph.add(c.cpy(x, columns(c, ws.residual, n)))
+
+    def _read(self, c: Context, graph: Graph, x: Tensor, layer: int, shape: BatchShape) -> Tensor:
+        """What the router of `layer` reads; that, for heads, and what the experts read are written down."""
+        ws, n = self.workspace, x.shape[1]
+        normed = self.family.expert_input(c, layer, x)
+        read = self.family.router_input(c, layer, x, normed)
+        graph.add(c.cpy(normed, columns(c, ws.normed, n)))
+        if shape.ahead:
+            graph.add(c.cpy(read, columns(c, ws.asked, n)))
+        return read
+
+    def looks_ahead(self, shape: BatchShape, i: int) -> list[tuple[int, int]]:
+        """The layers that the i-th one with experts looks ahead to: (how far, less one, layer)."""
+        if not self.lookahead:
+            return []
+        layers = enumerate(self.spec.moe_layers[i + 1 : i + 1 + LOOKAHEAD])
+        return [(d, layer) for d, layer in layers if not (shape.ahead and layer in self.predicted)]
 
     def _head(self, c: Context, graph: Graph, x: Tensor, shape: BatchShape) -> None:
         ws, n_outputs = self.workspace, shape.n_outputs
@@ -260,7 +308,7 @@ class SegmentGraphs:
     def head(self, start: int, n: int, *, place: bool = True) -> tuple[Context, Graph]:
         """A graph of the logits of residual columns [start, start + n); the caller closes its context."""
         ws = self.workspace
-        c = Context(self.library, 16, n_graphs=1)
+        c = Context(self.library, 24, n_graphs=1)
         graph = c.graph()
         x = c.view(ws.residual, (self.spec.n_embd, n), (), start * ws.residual.strides[1])
         graph.add(c.cpy(self.family.head(c, x), columns(c, ws.logits, n)))

@@ -5,6 +5,7 @@ It knows columns and streams; what tokens mean, and who gets which logits, is th
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -13,9 +14,11 @@ import numpy as np
 
 from sluice.engine.ledger import PhaseLedger
 from sluice.engine.pairs import KEPT_PAIRS, PAIR_LIMIT, ROW_MAP_BYTES, ROW_MAP_ENTRY, PairGraphs
+from sluice.engine.prerouting import HeadGraphs, Prerouting
 from sluice.engine.segments import BatchShape, Columns, SegmentGraphs
-from sluice.engine.workspace import LOOKAHEAD, Workspace
+from sluice.engine.workspace import Workspace
 from sluice.experts.cache import Acquired, CacheFull
+from sluice.experts.rerouting import Rerouting, reroute_together
 from sluice.experts.waves import waves
 from sluice.ggml import Backend, Graph
 from sluice.models.kv_cache import KV_PADDING, padded
@@ -25,6 +28,7 @@ from sluice.trace import TraceWriter
 from sluice.types import ExpertKey
 
 RECENT_STEPS = 4096  # ledgers of single steps that are kept
+MOST_PARTS = 32  # run at once while what heads say may have to be read: about eight layers' worth
 Each = Callable[[int, np.ndarray], None]  # (number of the first row, logits [some rows, n_vocab], valid in the call)
 
 
@@ -54,14 +58,19 @@ class Stepper:
     """Carries out steps on one engine's parts. `prefetch` issues reads for the next layer's predicted experts.
 
     `recorder` is told which experts each layer executes and, once they are known, their weights; a step begins there
-    before it does here.
+    before it does here. `prerouting` keeps what is known of the next tokens' routes, which `heads` say unless it has
+    them from elsewhere; `reads_routes` issues reads for them. `rerouting` lets experts without a slot give way to
+    others in decode steps; neither goes with it.
     `overlap=False` waits for all of a layer's experts before computing any: the naive way, kept for comparison.
     """
 
     def __init__(
         self, spec: ModelSpec, segments: SegmentGraphs, pairs: PairGraphs, workspace: Workspace, store: ExpertStore,
         backend: Backend, *, prefetch: bool, overlap: bool = True, recorder: TraceWriter | None = None,
+        prerouting: Prerouting | None = None, heads: HeadGraphs | None = None, reads_routes: bool = True,
+        rerouting: Rerouting | None = None,
     ) -> None:  # fmt: skip
+        assert rerouting is None or not (prefetch or prerouting), "outcomes must not depend on what came in time"
         self.spec = spec
         self.segments = segments
         self.pairs = pairs
@@ -71,20 +80,29 @@ class Stepper:
         self.prefetch = prefetch
         self.overlap = overlap
         self.recorder = recorder
+        self.prerouting = prerouting
+        self.heads = heads
+        self.reads_routes = reads_routes
+        self.rerouting = rerouting
         self.n_steps = 0
         self.recent: deque[PhaseLedger] = deque(maxlen=RECENT_STEPS)
         self._ledger = PhaseLedger()
         self._guesses: dict[int, np.ndarray] = {}  # [n_tokens, top_k] for layers to come
-        self._joining: list[ExpertKey] = []  # pairs written down, to be computed with the next segment
+        self._parts: list[Graph] = []  # to run next, in one graph
         self._held: list[ExpertKey] = []  # pinned until then
-        self._joining_shared = False  # the shared experts too
+        self._speaking: list[tuple[int, int]] = []  # owners whose heads are among the parts, and their ticks
+        self._reroutes: Rerouting | None = None  # in this step
         self._unweighed = 0  # columns that the recorder has yet to hear the weights of
+        everything = store.n_slots >= len(spec.moe_layers) * spec.n_expert
+        self._most_parts = sys.maxsize if everything else MOST_PARTS
 
     def run(
         self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger,
-        each: Each | None = None,
+        each: Each | None = None, *, decoding: bool = False,
     ) -> np.ndarray:  # fmt: skip
         """One step. `streams`: (stream, position of its first token, its tokens), `outputs`: columns to give logits of.
+
+        `decoding`: a token of each stream, all of them outputs, which follow those that the streams were fed.
 
         Returns logits [len(outputs), n_vocab]: a view that the next step overwrites (a copy when there are more
         outputs than fit the workspace). With `each` they are handed over block by block instead, and none are returned:
@@ -92,23 +110,33 @@ class Stepper:
         """
         began = perf_counter()
         self._ledger = step = PhaseLedger(steps=1)
+        self._reroutes = self.rerouting if decoding else None
         io_before, cache_before = self.store.reader.stats(), self.store.cache.counters.copy()
-        shape = self._write_inputs(streams, outputs)
+        if (ahead := self.prerouting) is not None:
+            ahead.begin(streams, decoding=decoding)
+        shape = self._write_inputs(streams, outputs)._replace(ahead=ahead is not None and decoding)
         segments = self.segments.of(shape)
         scan = shape.n_tokens > len(streams)
         try:
-            self._joining, self._joining_shared, self._unweighed = [], False, 0
-            self._guesses.clear()
+            self._unweighed = 0
+            for kept in (self._parts, self._held, self._speaking, self._guesses):
+                kept.clear()
             for stream, position, _ in streams:
                 if position == 0 and self.spec.recurrent:
                     self.segments.states.clear(stream)
             for i, layer in enumerate(self.spec.moe_layers):
+                if shape.ahead and shape.n_tokens == 1 and self._foretold(i, segments, shape):
+                    continue
                 self._segment(segments, shape, i)
                 if n := shape.n_wanted(layer, self.spec, self.workspace.n_outputs):
                     self._experts(i, shape, n, scan)
             if shape.n_outputs or self.spec.moe_layers[-1] != self.spec.n_layers - 1:
                 self._segment(segments, shape, len(segments) - 1)
             logits = self._logits(shape, each)
+            if ahead is not None:
+                named, right = ahead.end()
+                step.preroutes += named
+                step.preroutes_right += right
         finally:
             self.n_steps += 1
             step.tokens = shape.n_tokens
@@ -120,14 +148,19 @@ class Stepper:
         return logits
 
     def _segment(self, segments: list[Graph], shape: BatchShape, i: int) -> None:
-        """Run segment `i`, and in its graph the pairs of the layer before that were left to it."""
-        if not self._joining:
-            self._compute(segments[i])
-        else:
-            n = len(self._joining)
-            self._compute(self.segments.joined(shape, i, n, self.pairs, shared=self._joining_shared))
-            self.store.release(self._held)
-            self._joining = []
+        """Run segment `i`, and in its graph what was left to it."""
+        self._parts.append(segments[i])
+        self._run_parts(shape)
+
+    def _run_parts(self, shape: BatchShape) -> None:
+        """Run what was left for later; then what heads in it have said is known."""
+        self._compute(self.segments.joined(shape, self._parts))
+        self._parts.clear()
+        self.store.release(self._held)
+        self._held.clear()
+        for owner, tick in self._speaking:
+            self._listen(owner, tick)
+        self._speaking.clear()
         if self.recorder is not None and self._unweighed:
             self.recorder.weighed(self.workspace.arrays["weights"][: self._unweighed])
             self._unweighed = 0
@@ -186,8 +219,13 @@ class Stepper:
     def _experts(self, i: int, shape: BatchShape, n: int, scan: bool) -> None:
         """Compute all pairs of the i-th layer with experts over `n` columns, each once its expert is resident."""
         arrays, store, n_layers, layer = self.workspace.arrays, self.store, self.spec.n_layers, self.spec.moe_layers[i]
-        routed = arrays["routed"][:n]
-        routed[:] = arrays["selected"][:n]
+        if (ahead := self.prerouting) is not None and shape.ahead:
+            routed = ahead.route(layer, arrays["scores"])
+        else:
+            routed = arrays["routed"][:n]
+            routed[:] = arrays["selected"][:n]
+            if self._reroutes is not None:
+                self._reroute(self._reroutes, layer, routed)
         demand = Demand(routed)
         if self.recorder is not None:
             self._record(self.recorder, layer, shape, routed)
@@ -198,31 +236,106 @@ class Stepper:
         keys = [ExpertKey(layer, e) for e in demand.experts]
         plan = waves(keys, store.n_slots, store.cache.resident)
         if self.prefetch:
-            self._score_guess(i, n)
+            self._score_guess(i, routed)
         acquired = self._acquire(plan.groups[0], tick, scan)
+        if ahead is not None and shape.ahead and layer in ahead.owners:
+            if self.heads is not None:
+                self._compute(self.heads.of(layer, n))
+            self._listen(layer, tick)
         if self.spec.n_ff_shared:
             # needs no reading: done while experts arrive, or together with what comes next where none is awaited
-            self._joining_shared = n == shape.n_tokens == 1 and len(plan.groups) == 1 and not acquired.waiting
-            if not self._joining_shared:
-                self._compute(self.segments.shared(layer, n))
+            shared = self.segments.shared(layer, n)
+            if n == shape.n_tokens == 1 and len(plan.groups) == 1 and not acquired.waiting:
+                self._parts.append(shared)
+            else:
+                self._compute(shared)
         for j, group in enumerate(plan.groups):
-            ahead = None
+            following = None
             if plan.overlap and j + 1 < len(plan.groups):
-                ahead = self._acquire(plan.groups[j + 1], tick, scan)
+                following = self._acquire(plan.groups[j + 1], tick, scan)
             elif self.prefetch:
                 self._prefetch_ahead(i, shape, n, tick)
-            self._compute_wave(layer, demand, group, acquired, n, join=shape.n_tokens == 1 and group is plan.groups[-1])
-            if self._joining:
-                self._held = group
+            last = shape.n_tokens == 1 and group is plan.groups[-1]
+            self._compute_wave(i, demand, group, acquired, n, join=last)
+            if last:
+                self._held += group
                 return
             store.release(group)
             if j + 1 < len(plan.groups):
-                acquired = ahead or self._acquire(plan.groups[j + 1], tick, scan)
+                acquired = following or self._acquire(plan.groups[j + 1], tick, scan)
+
+    def _reroute(self, rule: Rerouting, layer: int, routed: np.ndarray) -> None:
+        """Let experts of `routed` [n_columns, top_k] that have no slot give way to ones that have, in place."""
+        slot_of, step, scores = self.store.cache.slot_of, self._ledger, self.workspace.arrays["scores"][: len(routed)]
+        found = reroute_together(
+            rule, routed.tolist(), scores.tolist(), lambda expert: slot_of(ExpertKey(layer, expert)) is not None,
+            logits=self.spec.gating == "chosen",
+        )  # fmt: skip
+        if found.substituted:
+            routed[:] = found.ids
+        step.reroutable += routed.size
+        step.rerouted_rows += len(routed)
+        step.substituted += found.substituted
+        step.reroute_kl += found.divergence
+
+    def _foretold(self, i: int, segments: list[Graph], shape: BatchShape) -> bool:
+        """The i-th layer with experts of a single token, if its route is known; False if not, and nothing was done.
+
+        What it takes is left to run with the next segment as long as all its experts are there: consecutive layers then
+        run without a return to Python.
+        """
+        ahead, store, layer = self.prerouting, self.store, self.spec.moe_layers[i]
+        assert ahead is not None
+        routed = ahead.foretold(layer)
+        if routed is None:
+            return False
+        demand, tick = Demand(routed), self.n_steps * self.spec.n_layers + layer
+        self._ledger.token_demands += demand.top_k
+        store.arrived(block=False)
+        store.expire(tick)
+        keys = [ExpertKey(layer, e) for e in demand.experts]
+        try:
+            acquired = store.acquire(keys, tick)
+        except CacheFull:
+            if self._parts:
+                self._run_parts(shape)
+            acquired = self._acquire(keys, tick, False)
+        self._parts.append(self.segments.bare(shape, i) if ahead.scored else segments[i])
+        if layer in ahead.owners:
+            if self.heads is None:
+                self._listen(layer, tick)
+            else:
+                self._parts.append(self.heads.of(layer, 1))
+                self._speaking.append((layer, tick))
+        # a recorder hears of one layer at a time
+        if acquired.waiting or len(self._parts) >= self._most_parts or self.recorder is not None:
+            self._run_parts(shape)
+        if self.recorder is not None:
+            self._record(self.recorder, layer, shape, routed)
+        if self.spec.n_ff_shared:
+            self._parts.append(self.segments.shared(layer, 1))
+            if acquired.waiting:
+                self._run_parts(shape)
+        self._compute_wave(i, demand, keys, acquired, 1, join=True)
+        self._held += keys
+        return True
+
+    def _listen(self, owner: int, tick: int) -> None:
+        """Take note of what was said after `owner`'s routing, and start reading it."""
+        ahead = self.prerouting
+        assert ahead is not None
+        layer, ids = ahead.said(owner)
+        if self.reads_routes and len(ids):
+            due = tick - owner + self.spec.n_layers + layer
+            self.store.prefetch([ExpertKey(layer, e) for e in _ranked(ids)], due, binding=ahead.decides)
 
     def _record(self, recorder: TraceWriter, layer: int, shape: BatchShape, routed: np.ndarray) -> None:
         arrays, n = self.workspace.arrays, len(routed)
         columns = None if n == shape.n_tokens else arrays["outputs"][:n]
-        recorder.chose(layer, routed, arrays["scores"][:n] if recorder.keeps_scores else None, columns)
+        scores = arrays["scores"]
+        if shape.ahead and self.prerouting is not None:
+            scores = self.prerouting.final_scores(layer, scores)
+        recorder.chose(layer, routed, scores[:n] if recorder.keeps_scores else None, columns)
         self._unweighed = n
 
     def _acquire(self, keys: list[ExpertKey], tick: int, scan: bool) -> Acquired:
@@ -236,13 +349,12 @@ class Stepper:
                 self.store.expire(tick + 2 * self.spec.n_layers)  # give up every prefetch that has not begun
                 self._wait(block=bool(self.store.cache.reads_in_flight()))
 
-    def _score_guess(self, i: int, n: int) -> None:
+    def _score_guess(self, i: int, now: np.ndarray) -> None:
         """Count how many of the experts just routed the last guess had named."""
         guess = self._guesses.pop(i, None)
-        if guess is None or len(guess) != n:
+        if guess is None or len(guess) != len(now):
             return
-        now = self.workspace.arrays["selected"][:n]
-        if n == 1:
+        if len(now) == 1:
             right = len(set(guess[0].tolist()).intersection(now[0].tolist()))
         else:
             right = int((guess[:, :, None] == now[:, None, :]).any(axis=1).sum())
@@ -252,22 +364,18 @@ class Stepper:
     def _prefetch_ahead(self, i: int, shape: BatchShape, n: int, tick: int) -> None:
         """Start reading what the layers after the i-th with experts will likely want, what is wanted most first."""
         moe, ws = self.spec.moe_layers, self.workspace
-        for d, layer in enumerate(moe[i + 1 : i + 1 + LOOKAHEAD]):
+        for d, layer in self.segments.looks_ahead(shape, i):
             guess = ws.arrays["predicted"][d * ws.n_tokens : d * ws.n_tokens + n]
             wanted = shape.n_wanted(layer, self.spec, ws.n_outputs)
             guess = guess[ws.arrays["outputs"][:wanted]] if wanted < n else guess.copy()
             self._guesses[i + 1 + d] = guess
-            if len(guess) == 1:
-                ranked = guess[0].tolist()
-            else:
-                experts, counts = np.unique(guess, return_counts=True)
-                ranked = experts[np.argsort(-counts, kind="stable")].tolist()
+            ranked = _ranked(guess)
             # the further ahead, the less sure: only the better half is worth a read that may be wasted
             ranked = ranked[: max(1, len(ranked) >> d)]
             self.store.prefetch([ExpertKey(layer, e) for e in ranked], tick - moe[i] + layer)
 
     def _compute_wave(
-        self, layer: int, demand: Demand, group: list[ExpertKey], acquired: Acquired, n: int, *, join: bool
+        self, i: int, demand: Demand, group: list[ExpertKey], acquired: Acquired, n: int, *, join: bool
     ) -> None:
         """Compute a group's pairs as their experts arrive; `join`: the last may be left to the next segment."""
         slots = dict(zip(group, acquired.slots, strict=True))
@@ -279,7 +387,7 @@ class Stepper:
             ready = group
         while ready or pending:
             if ready:
-                self._compute_pairs(layer, demand, ready, slots, n, join=join and not pending)
+                self._compute_pairs(i, demand, ready, slots, n, join=join and not pending)
             if not pending:
                 return
             arrived = self._wait()
@@ -293,21 +401,23 @@ class Stepper:
         return arrived
 
     def _compute_pairs(
-        self, layer: int, demand: Demand, keys: list[ExpertKey], slots: dict[ExpertKey, int], n: int, *, join: bool
+        self, i: int, demand: Demand, keys: list[ExpertKey], slots: dict[ExpertKey, int], n: int, *, join: bool
     ) -> None:
-        """Compute all pairs of `keys`, which are resident in `slots`."""
+        """Compute all pairs of `keys`, which are resident in `slots`; with `join`, along with what comes next."""
         pair_slots, pair_rows = self.workspace.arrays["pair_slots"], self.workspace.arrays["pair_rows"]
         all_slots, pair_experts = self.store.n_slots, self.workspace.arrays.get("pair_experts")
+        layer = self.spec.moe_layers[i]
         if n == 1:
-            for at, key in enumerate(keys):
+            for at, key in enumerate(keys, i * demand.top_k):
                 pair_slots[at] = slots[key]
                 pair_rows[at] = demand.pairs[key.expert][0]
                 if pair_experts is not None:
                     pair_experts[at] = key.expert
+            graph = self.pairs.single(layer, len(keys))
             if join:
-                self._joining = keys
+                self._parts.append(graph)
             else:
-                self._compute(self.pairs.single(layer, len(keys)))
+                self._compute(graph)
             return
         for group, first, n_slots in _pair_groups(demand, keys, slots):
             rows = np.concatenate([demand.pairs[key.expert] for key in group])
@@ -330,6 +440,14 @@ class Stepper:
         began = perf_counter()
         self.backend.compute(graph)
         self._ledger.compute_s += perf_counter() - began
+
+
+def _ranked(ids: np.ndarray) -> list[int]:
+    """The experts in `ids` [n, top_k], those that most tokens want first."""
+    if len(ids) == 1:
+        return ids[0].tolist()
+    experts, counts = np.unique(ids, return_counts=True)
+    return experts[np.argsort(-counts, kind="stable")].tolist()
 
 
 def _pair_groups(

@@ -23,11 +23,13 @@ _DTYPES = {GgmlType.F32: np.float32, GgmlType.F16: np.float16, GgmlType.I32: np.
 
 
 def _shapes(
-    spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int, recording: bool
-) -> dict[str, tuple]:
+    spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int, recording: bool, ahead: bool,
+    expert_ids: bool,
+) -> dict[str, tuple]:  # fmt: skip
     """Name -> type and shape (ggml's order)."""
     f32, i32, i64 = GgmlType.F32, GgmlType.I32, GgmlType.I64
     n_pairs = n_tokens * spec.top_k
+    n_listed = max(n_pairs, len(spec.moe_layers) * spec.top_k)  # a single token's are listed layer by layer
     shapes = {
         "tokens": (i32, n_tokens),
         "positions": (i32, n_tokens),
@@ -42,8 +44,8 @@ def _shapes(
         "predicted": (i32, spec.top_k, n_tokens * LOOKAHEAD),
         "pairs": (f32, spec.n_embd, n_pairs),  # output of each (token, expert) pair, row = token × top_k + rank
         "pair_tokens": (i32, n_pairs),
-        "pair_slots": (i32, n_pairs),
-        "pair_rows": (i64, n_pairs),
+        "pair_slots": (i32, n_listed),
+        "pair_rows": (i64, n_listed),
         "attention": (f32, spec.mixer_width, n_tokens),
         "logits": (f32, spec.n_vocab, n_outputs),
         "mask": (GgmlType.F16, padded(n_ctx) * max(n_tokens, n_streams)),
@@ -52,8 +54,16 @@ def _shapes(
         shapes["shared"] = (f32, spec.n_embd, n_tokens)  # what the shared experts of the current layer add
     if recording:
         shapes["weights"] = (f32, spec.top_k, n_tokens)  # routing weights of the layer before
-    if spec.expert_biases:
-        shapes["pair_experts"] = (i32, n_pairs)
+    if ahead:  # blocks of a layer each, as wide as there are streams
+        n_blocks = len(spec.moe_layers) * n_streams
+        shapes["asked"] = (f32, spec.n_embd, n_streams)  # what the current layer's router reads
+        shapes["chosen"] = (i32, spec.top_k, n_blocks)  # by the routers, best first
+        shapes["executed"] = (i32, spec.top_k, n_blocks)  # the final ids
+        shapes["executed_scores"] = (f32, spec.n_expert, n_blocks)  # where heads gave them
+        shapes["ahead_ids"] = (i32, spec.top_k, n_blocks)  # what heads say of the next tokens, best first
+        shapes["ahead_scores"] = (f32, spec.n_expert, n_blocks)
+    if spec.expert_biases or expert_ids:
+        shapes["pair_experts"] = (i32, n_listed)
     if spec.window:
         shapes["near_mask"] = (GgmlType.F16, near_reach(spec, n_tokens, n_ctx) * max(n_tokens, n_streams))
     return shapes
@@ -65,15 +75,19 @@ def near_reach(spec: ModelSpec, n: int, n_ctx: int) -> int:
 
 
 def workspace_bytes(
-    spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int, recording: bool = False
-) -> int:
+    spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int, recording: bool = False,
+    ahead: bool = False, expert_ids: bool = False,
+) -> int:  # fmt: skip
     sizes = {GgmlType.F32: 4, GgmlType.F16: 2, GgmlType.I32: 4, GgmlType.I64: 8}
-    shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording).values()
+    shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording, ahead, expert_ids).values()
     return sum(-(-sizes[t] * int(np.prod(shape)) // 4096) * 4096 for t, *shape in shapes)
 
 
 class Workspace:
-    """Tensors as attributes, their arrays (slowest dimension first) under `arrays`; a context manager."""
+    """Tensors as attributes, their arrays (slowest dimension first) under `arrays`; a context manager.
+
+    `expert_ids`: graphs of pairs want experts' numbers, not only their slots, as for biases of experts.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -92,21 +106,27 @@ class Workspace:
     attention: Tensor
     logits: Tensor
     mask: Tensor
-    shared: Tensor  # these three only where the model has shared experts, biases of experts, windows
+    shared: Tensor  # these three only where there are shared experts, biases or updates of experts, windows
     pair_experts: Tensor
     near_mask: Tensor
     weights: Tensor  # only where routes are recorded
+    asked: Tensor  # these six only where routes are known ahead
+    chosen: Tensor
+    executed: Tensor
+    executed_scores: Tensor
+    ahead_ids: Tensor
+    ahead_scores: Tensor
 
     def __init__(
         self, library: Library, spec: ModelSpec, *, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int,
-        recording: bool = False,
+        recording: bool = False, ahead: bool = False, expert_ids: bool = False,
     ) -> None:  # fmt: skip
         self.n_tokens = n_tokens
         self.n_outputs = n_outputs
-        self.n_bytes = workspace_bytes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording)
+        self.n_bytes = workspace_bytes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording, ahead, expert_ids)
         self._memory = AlignedBuffer(self.n_bytes)
         self._buffer = Buffer(library, self._memory.address, self.n_bytes)
-        shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording)
+        shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording, ahead, expert_ids)
         self._context = Context(library, len(shapes))
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
         at = 0
@@ -144,6 +164,12 @@ def chunks(position: int, ids: list[int]) -> Iterator[list[int]]:
 def columns(c: Context, matrix: Tensor, n: int) -> Tensor:
     """The first `n` columns of a matrix."""
     return c.view(matrix, (matrix.shape[0], n))
+
+
+def block(c: Context, matrix: Tensor, i: int, n_blocks: int, n: int) -> Tensor:
+    """The first `n` columns of a matrix's i-th block of as many."""
+    width = matrix.shape[1] // n_blocks
+    return c.view(matrix, (matrix.shape[0], n), (), i * width * matrix.strides[1])
 
 
 def elements(c: Context, vector: Tensor, n: int) -> Tensor:

@@ -195,11 +195,12 @@ class ExpertCache:
         assert len(set(keys)) == len(keys), "the keys of a prefetch must be distinct"
         room = len(self._free) + self._n_evictable - self.reserve
         absent: list[ExpertKey] = []
-        for key in keys:
+        for at, key in enumerate(keys):
             entry = self._entries.get(key)
             if entry is None or entry.deadline is None:
                 cost = entry is None or (entry.read is None and not entry.pins)  # what it takes now; pinned: later
                 if room < cost:
+                    self.counters.prefetch_crowded += sum(other not in self._entries for other in keys[at:])
                     break
                 room -= cost
             if entry is None:

@@ -11,6 +11,7 @@ class CacheCounters:
         "hits",
         "late_hits",
         "misses",
+        "prefetch_crowded",
         "prefetch_issued",
         "prefetch_late",
         "prefetch_used",
@@ -26,6 +27,7 @@ class CacheCounters:
         self.prefetch_used = 0  # prefetched, then demanded for the first time
         self.prefetch_late = 0  # of those used: still loading at that demand
         self.prefetch_wasted = 0  # prefetched, then evicted, dropped or failed without any demand
+        self.prefetch_crowded = 0  # absent, and not prefetched because no slot was left for it
 
     @property
     def demands(self) -> int:

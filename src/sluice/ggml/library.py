@@ -49,6 +49,7 @@ _BASE: dict[str, tuple] = {
     "ggml_graph_overhead_custom": (size, size, C.c_bool),
     "ggml_new_graph_custom": (ptr, ptr, size, C.c_bool),
     "ggml_build_forward_expand": (None, ptr, ptr),
+    "ggml_graph_n_nodes": (i32, ptr),
     "ggml_get_data": (ptr, ptr),
     "ggml_nbytes": (size, ptr),
     "ggml_type_size": (size, i32),

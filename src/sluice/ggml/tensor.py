@@ -27,9 +27,13 @@ def _need(condition: bool, message: str | Callable[[], str]) -> None:
 
 
 class Tensor:
-    """A ggml tensor: `ptr` (a `struct ggml_tensor *`), `type`, `shape` and `strides` in bytes, fastest first."""
+    """A ggml tensor: `ptr` (a `struct ggml_tensor *`), `type`, `shape` and `strides` in bytes, fastest first.
 
-    __slots__ = ("library", "ptr", "shape", "strides", "type")
+    `low_rank` are two matrices a [n_in, rank] and b [rank, n_out], F32, beside one that is [n_in, n_out]: what
+    multiplies by it multiplies by it plus b a.
+    """
+
+    __slots__ = ("library", "low_rank", "ptr", "shape", "strides", "type")
 
     def __init__(self, library: Library, ptr: int, type: GgmlType, shape: Shape, strides: Shape | None = None) -> None:
         _need(bool(ptr), "ggml returned no tensor: its context is too small")
@@ -38,6 +42,7 @@ class Tensor:
         self.type = type
         self.shape = shape
         self.strides = strides or contiguous_strides(library, type, shape)
+        self.low_rank: tuple[Tensor, Tensor] | None = None
 
     def __repr__(self) -> str:
         return f"Tensor({self.type.name}, {list(self.shape)})"
@@ -105,8 +110,10 @@ def chained(*graphs: Graph) -> tuple[Context, Graph]:
     It has the nodes of those, so they must outlive it, and no memory of its own: what passes from one to the next is
     what they have written down where the next one looks for it.
     """
-    n_nodes = sum(graph.n_nodes for graph in graphs)
-    c = Context(graphs[0].context.library, 0, n_graphs=1, n_nodes=n_nodes)
+    library = graphs[0].context.library
+    # a graph has as much room for what it computes as for what it only reads, which is never twice as much
+    n_nodes = sum(min(graph.n_nodes, 2 * library.ggml_graph_n_nodes(graph.ptr) + 16) for graph in graphs)
+    c = Context(library, 0, n_graphs=1, n_nodes=n_nodes)
     whole = c.graph()
     for graph in graphs:
         whole.add(*graph.added)
@@ -162,6 +169,7 @@ class Context:
             if i == len(strides):
                 for j in range(i + 1, 4):
                     nb[j] = nb[j - 1] * full[j - 1]
+        self._whole(a)
         last = offset + sum((n - 1) * s for n, s in zip(full[1:], nb[1:], strict=True))
         row = row_bytes(self.library, a.type, full[0])
         last += row
@@ -182,10 +190,19 @@ class Context:
             a.contiguous and count == full[0] * full[1] * full[2] * full[3],
             lambda: f"{a!r} can't take the shape {list(shape)}",
         )
-        return self._new(self.library.ggml_reshape_4d(self._ptr, a.ptr, *full), a.type, full)
+        reshaped = self._new(self.library.ggml_reshape_4d(self._ptr, a.ptr, *full), a.type, full)
+        if a.low_rank is not None:
+            _need(full[0] == a.shape[0] and full[1] == a.low_rank[1].shape[1], lambda: f"{a!r} is another matrix then")
+            reshaped.low_rank = a.low_rank
+        return reshaped
+
+    def _whole(self, a: Tensor) -> None:
+        """What is done to a part of a matrix would leave out what is beside it."""
+        _need(a.low_rank is None, lambda: f"{a!r} has a low-rank update, and only products know of that")
 
     def permute(self, a: Tensor, *axes: int) -> Tensor:
         """Dimension i of `a` becomes dimension axes[i]."""
+        self._whole(a)
         _need(sorted(axes) == [0, 1, 2, 3], lambda: f"{axes} is no permutation of four axes")
         shape, strides = [0] * 4, [0] * 4
         for i, axis in enumerate(axes):
@@ -323,12 +340,16 @@ class Context:
         return self._new(self.library.ggml_add_id(self._ptr, a.ptr, b.ptr, ids.ptr), a.type, a.shape)
 
     def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
-        """`w` [n_in, n_out] times `x` [n_in, n]: [n_out, n], F32."""
+        """`w` [n_in, n_out], with its low-rank update where it has one, times `x` [n_in, n]: [n_out, n], F32."""
         fits = w.shape[0] == x.shape[0] and x.shape[2] % w.shape[2] == 0 and x.shape[3] % w.shape[3] == 0
         fits = fits and w.whole_rows and x.whole_rows
         _need(fits and x.type == GgmlType.F32 and w.type in WEIGHT_TYPES, lambda: f"can't multiply {w!r} by {x!r}")
         shape = (w.shape[1], *x.shape[1:])
-        return self._new(self.library.ggml_mul_mat(self._ptr, w.ptr, x.ptr), GgmlType.F32, shape)
+        y = self._new(self.library.ggml_mul_mat(self._ptr, w.ptr, x.ptr), GgmlType.F32, shape)
+        if w.low_rank is None:
+            return y
+        a, b = w.low_rank
+        return self.add(y, self.mul_mat(b, self.mul_mat(a, x)))
 
     def mul_mat_id(self, w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
         """Matrices `ids` [n_used, n] (I32) of `w` [n_in, n_out, n_matrices], each times its column of

@@ -94,10 +94,14 @@ class Family(ABC):
         """What the layer's router and experts (or its dense network) read: `x` after their norm."""
         return norm(c, x, self.weights[f"blk.{layer}.{self.ffn_norm}.weight"], self.spec.rms_eps)
 
-    def router(self, c: Context, layer: int, x: Tensor, normed: Tensor) -> Tensor:
-        """Router logits [n_expert, n_tokens]. `normed` is what the experts read."""
+    def router_input(self, c: Context, layer: int, x: Tensor, normed: Tensor) -> Tensor:
+        """What the layer's router reads [n_embd, n_tokens]; `normed` is what its experts read."""
+        return normed
+
+    def router(self, c: Context, layer: int, read: Tensor) -> Tensor:
+        """Router logits [n_expert, n_tokens]; `read` is its `router_input`."""
         b = f"blk.{layer}.ffn_gate_inp."
-        return linear(c, normed, self.weights[b + "weight"], self.weights.get(b + "bias"))
+        return linear(c, read, self.weights[b + "weight"], self.weights.get(b + "bias"))
 
     def select(self, c: Context, layer: int, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Scores [n_expert, n_tokens] that routing weights are taken from, and the `k` chosen ids, best first.

@@ -83,10 +83,9 @@ class Gemma4(Family):
         out = c.mul_mat(w[b + "output.weight"], blocks.attend(c, layer, q, k, v, inputs, scale=1.0))
         return norm(c, out, w[f"blk.{layer}.post_attention_norm.weight"], s.rms_eps)
 
-    def router(self, c: Context, layer: int, x: Tensor, normed: Tensor) -> Tensor:
-        s, b = self.spec, f"blk.{layer}.ffn_gate_inp."
-        read = c.mul(c.scale(c.rms_norm(x, s.rms_eps), 1 / math.sqrt(s.n_embd)), self.weights[b + "scale"])
-        return c.mul_mat(self.weights[b + "weight"], read)
+    def router_input(self, c: Context, layer: int, x: Tensor, normed: Tensor) -> Tensor:
+        s, scale = self.spec, self.weights[f"blk.{layer}.ffn_gate_inp.scale"]
+        return c.mul(c.scale(c.rms_norm(x, s.rms_eps), 1 / math.sqrt(s.n_embd)), scale)
 
     def routing_weights(self, c: Context, layer: int, scores: Tensor, ids: Tensor) -> Tensor:
         k, n = ids.shape[:2]

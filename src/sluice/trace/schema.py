@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 PHASES = ("prefill", "decode")
 METADATA_KEY = b"sluice.trace"
+REROUTED = ", rerouted within "  # in the source of a trace whose routes are not all the routers' own
 MAX_EXPERTS, MAX_LAYERS = 1 << 15, 1 << 15  # what the columns' types can count
 MAX_STEP = 1 << 47  # so that step × MAX_LAYERS + layer is an int64
 

@@ -1,0 +1,50 @@
+"""Routes that a trace has recorded, for replaying them as if they had been predicted; knows no engine and no cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from sluice.errors import InputError
+from sluice.trace import TraceReader
+
+
+class RecordedRoutes:
+    """The decoded tokens' routes in the trace at `path`, by sequence and position.
+
+    Raises InputError for a trace of another model (see sluice.models.fingerprint), one with another number of experts a
+    token, or one that lacks a layer of a token.
+    """
+
+    def __init__(self, path: Path, *, fingerprint: str, top_k: int) -> None:
+        self._ids: dict[tuple[int, int], np.ndarray] = {}
+        with TraceReader(path) as reader:
+            info = reader.info
+            if info.fingerprint != fingerprint:
+                raise InputError(f"{path} was recorded on another model: record one on this")
+            if info.top_k != top_k:
+                raise InputError(f"{path} has {info.top_k} experts a token, not {top_k}: record one with as many")
+            index = {layer: i for i, layer in enumerate(info.moe_layers)}
+            seen: dict[tuple[int, int], int] = {}
+            sequences = {0}
+            for batch in reader.batches():
+                for row in np.flatnonzero(batch.decode).tolist():
+                    experts = batch.experts[batch.offsets[row] : batch.offsets[row + 1]]
+                    place = int(batch.sequence[row]), int(batch.position[row])
+                    sequences.add(place[0])
+                    if len(experts) != top_k:
+                        raise InputError(f"{path}: {len(experts)} experts in a row, not {top_k}: record it again")
+                    routes = self._ids.setdefault(place, np.zeros((len(index), top_k), np.int32))
+                    routes[index[int(batch.layer[row])]] = experts
+                    seen[place] = seen.get(place, 0) + 1
+        if any(n != len(index) for n in seen.values()):
+            raise InputError(f"{path}: some tokens lack layers: record the trace again")
+        self._n_sequences = max(sequences) + 1
+
+    def ids(self, sequence: int, position: int) -> np.ndarray | None:
+        """[n_moe_layers, top_k] int32: the experts of the token there; None where the trace ends.
+
+        A sequence after the trace's last is its first again, and so on: a repeat of what was recorded.
+        """
+        return self._ids.get((sequence % self._n_sequences, position))
