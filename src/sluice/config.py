@@ -191,6 +191,6 @@ def _adapter(given: Any) -> tuple[Path, float]:
         return parse_lora(given)
     path, scale = (given, 1.0) if isinstance(given, os.PathLike) else given
     scale = float(scale)
-    if not str(path) or not math.isfinite(scale):
+    if not str(path) or not abs(scale) < 1e9:  # far larger ones aren't numbers of float32
         raise InputError(f"lora {str(path)[:200]}:{scale} is no file and scale: write it like adapter.gguf:0.5")
     return Path(path), scale

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from harness import EVERY_SLOT, Prompt, assert_same_bits, opened, ordered, prompt, resident, run, run_together
@@ -23,6 +25,8 @@ from sluice.errors import InputError, ReadError
 from sluice.ggml import load_library
 from sluice.routing.prerouter_file import open_prerouter, write_prerouter
 from sluice.routing.prerouter_init import init_prerouter
+from sluice.trace import TraceInfo, TraceReader
+from sluice.trace.schema import METADATA_KEY
 
 SMALL: dict[str, Any] = {"n_embd": 64, "n_head": 2, "n_head_kv": 1, "head_dim": 32, "n_ff_exp": 96}
 K, N_EXPERT, N_LAYERS = 3, 16, 5
@@ -54,8 +58,6 @@ def by_router(heads: Path) -> Path:
 
 
 def remade(path: Path, name: str, *, change: Any = None, **more: Any) -> Path:
-    from dataclasses import replace
-
     file, rng = open_prerouter(path), np.random.default_rng(3)
     info = replace(file.info, **more)
     tensors = {}
@@ -316,3 +318,75 @@ def test_another_models_heads_and_routes_are_refused(
         run(engine, prompt(np.random.default_rng(11), 3, 2, n_vocab=100))
     with pytest.raises(InputError, match="another model"):
         prerouted(other, routes=trace)
+
+
+@pytest.mark.parametrize("slots", [K, 9, 15, 18, 24])
+def test_a_prompt_takes_the_slots_of_routes_that_it_made_void(model: TinyModel, untrained: Path, slots: int) -> None:
+    rng = np.random.default_rng(12)
+    turns = [prompt(rng, n, 6) for n in (5, 30, 12)]
+
+    def talked(engine: Engine) -> np.ndarray:
+        with engine.session() as session:
+            rows = []
+            for it in turns:
+                rows.append(session.feed(it.ids).copy())
+                rows += [engine.decode([session], [token])[0].copy() for token in it.forced]
+        return np.stack(rows)
+
+    with resident(model.path, prerouter=untrained, routing="prerouted") as engine:
+        expected = talked(engine)
+    with prerouted(model.path, prerouter=untrained, expert_slots=slots) as engine:
+        assert_same_bits(talked(engine), expected, "three turns")
+
+
+@pytest.mark.parametrize("slots", [K, 8])
+def test_a_trace_has_the_weights_of_its_own_layer(
+    model: TinyModel, untrained: Path, tmp_path: Path, slots: int
+) -> None:
+    """Whatever runs between a layer's routes and the segment that makes its weights."""
+    it, traces = prompt(np.random.default_rng(13), 6, 10), []
+    for n in (EVERY_SLOT, slots):
+        traces.append(tmp_path / f"{n}.parquet")
+        with prerouted(model.path, ordered(3), prerouter=untrained, expert_slots=n, trace=traces[-1]) as engine:
+            run(engine, it)
+    assert trace_rows(traces[0]) == trace_rows(traces[1])
+
+
+def claims_more_experts(info: TraceInfo, rows: list[dict[str, Any]]) -> tuple[TraceInfo, list[dict[str, Any]]]:
+    return replace(info, n_expert=64), [{**row, "experts": [e + 40 for e in row["experts"]]} for row in rows]
+
+
+def claims_fewer_layers(info: TraceInfo, rows: list[dict[str, Any]]) -> tuple[TraceInfo, list[dict[str, Any]]]:
+    fewer = replace(info, moe_layers=info.moe_layers[:2], expert_bytes=info.expert_bytes[:2])
+    return fewer, [row for row in rows if row["layer"] < 2]
+
+
+def has_a_layer_twice(info: TraceInfo, rows: list[dict[str, Any]]) -> tuple[TraceInfo, list[dict[str, Any]]]:
+    """And lacks another."""
+    return info, [row for row in rows for _ in range(1 + (row["layer"] == 2)) if row["layer"] != 3]
+
+
+def lacks_a_layer(info: TraceInfo, rows: list[dict[str, Any]]) -> tuple[TraceInfo, list[dict[str, Any]]]:
+    return info, [row for row in rows if row["layer"] != 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (claims_more_experts, "another model"),
+        (claims_fewer_layers, "another model"),
+        (has_a_layer_twice, "twice"),
+        (lacks_a_layer, "lack layers"),
+    ],
+)
+def test_made_up_routes_are_refused(model: TinyModel, tmp_path: Path, change: Any, message: str) -> None:
+    trace, made_up = tmp_path / "t.parquet", tmp_path / "made_up.parquet"
+    with opened(model.path, expert_slots=20, trace=trace) as engine:
+        run(engine, prompt(np.random.default_rng(14), 6, 4))
+    with TraceReader(trace) as reader:
+        table = pq.read_table(trace)
+        info, rows = change(reader.info, table.to_pylist())
+    schema = table.schema.with_metadata({METADATA_KEY: info.to_json().encode()})
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), made_up)
+    with pytest.raises(InputError, match=message):
+        prerouted(model.path, routes=made_up)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from engine.harness import (
     EVERY_SLOT,
@@ -251,8 +252,13 @@ def assert_prerouted(model: FamilyModel) -> None:
                 assert_same_bits(run(engine, it), rows, f"true routes, {slots} slots")
     init_prerouter(model.path, heads, load_library(), hidden=16)
     options: dict[str, Any] = {"routing": "prerouted", "prerouter": heads, "expert_slots": model.top_k + 2}
-    with opened(model.path, **options) as engine:
+    predicted, crowded = folder / "predicted.parquet", folder / "crowded.parquet"
+    with opened(model.path, trace=predicted, **options | {"expert_slots": EVERY_SLOT}) as engine:
         alone = [run(engine, it) for it in prompts]
+    with opened(model.path, ordered(5), trace=crowded, **options) as engine:
+        for it, rows in zip(prompts, alone, strict=True):
+            assert_same_bits(run(engine, it), rows, "predicted routes, and few slots")
+    assert pq.read_table(predicted) == pq.read_table(crowded), "what the traces say of weights"
     assert not all(np.array_equal(a, b) for a, b in zip(alone, expected, strict=True)), "heads had no say"
     with opened(model.path, ordered(4), streams=2, **options) as engine:
         for rows, other in zip(run_together(engine, prompts, random.Random(1)), alone, strict=True):

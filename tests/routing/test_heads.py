@@ -12,6 +12,8 @@ from run_heads import LIBRARY, computed, distance, logits, states
 
 from sluice.errors import InputError
 from sluice.routing import Heads, head_bytes
+from sluice.routing.heads import MAX_LOGIT
+from sluice.routing.prerouter_file import MAX_NUMBER
 
 SHAPES = [  # d, hidden, experts, k, tokens
     (24, 16, 8, 2, 1), (24, 16, 8, 8, 5), (96, 33, 60, 4, 3), (64, 1, 4, 1, 2), (1, 7, 3, 1, 9), (2048, 512, 128, 8, 1),
@@ -57,6 +59,19 @@ def test_float16_heads_take_half_the_memory(tmp_path: Path) -> None:
         # ggml rounds what a float16 matrix is multiplied with to float16 too: 2⁻¹¹ of each number
         expected = defined_logits(tensors, 3, 8, h, here, before)
         assert distance(logits(heads, 3, h, here, before), expected) <= 1e-3
+
+
+def test_logits_are_numbers_whatever_heads_sum_up(tmp_path: Path) -> None:
+    """A float16 head makes infinities of what is too large for that; ggml can't sort what is no number."""
+    info = made_info()
+    tensors = made_tensors(info, dtype=np.float16)
+    tensors["blk.3.fc1.weight"] = np.where(tensors["blk.3.fc1.weight"] > 0, MAX_NUMBER, -MAX_NUMBER).astype(np.float16)
+    tensors["blk.3.fc2.weight"][::2, ::2] = 0  # times infinity is no number
+    h, here, before = states(info, 4, 2)
+    with Heads(LIBRARY, made_file(tmp_path / "h.safetensors", info, tensors)) as heads:
+        heads.load()
+        found = logits(heads, 3, h, here, before)
+        assert np.isfinite(found).all() and np.abs(found).max() == np.float32(MAX_LOGIT)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -168,7 +168,7 @@ def test_a_scale_stands_behind_the_last_colon(text: str, path: str, scale: float
     assert parse_lora(text) == (Path(path), scale)
 
 
-@pytest.mark.parametrize("text", ["", ":1", "a.gguf:nan", "a.gguf:inf"])
+@pytest.mark.parametrize("text", ["", ":1", "a.gguf:nan", "a.gguf:inf", "a.gguf:1e300"])
 def test_no_file_or_no_scale(text: str) -> None:
     with pytest.raises(InputError, match="is no file and scale"):
         parse_lora(text)

@@ -20,7 +20,9 @@ def kept_by_reference(logits: np.ndarray, params: SamplingParams) -> tuple[dict[
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if params.sample_top_k:
         order = order[: params.sample_top_k]
-    weights = [math.exp(float(logits[i]) - float(logits[order[0]])) for i in order]
+    likeliest = float(logits[order[0]])
+    order.sort(key=lambda i: (-math.exp(float(logits[i]) - likeliest), i))  # logits apart may be equal as shares
+    weights = [math.exp(float(logits[i]) - likeliest) for i in order]
     margin = math.inf
     if params.top_p < 1:
         total, so_far, n = sum(weights), 0.0, 0

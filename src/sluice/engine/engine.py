@@ -164,6 +164,7 @@ class Engine:
         self.recorder: TraceWriter | None = None
         if config.trace is not None and not self._plan_only:
             self.recorder = enter(open_trace(config.trace, config, self.file, spec, n_tokens))
+        recording = None if config.routes is None else self._read_routes(config.routes)  # takes what pyarrow does too
         process = rss_bytes() + (ENCODER_BYTES if self.recorder is not None else 0)
         backend = enter(Backend(self.library, self.threads))
         weights = enter(DenseWeights(self.library, dense_tensors(self.file, spec)))
@@ -235,7 +236,6 @@ class Engine:
         if heads is not None:
             heads.load()
         if heads is not None or config.routes is not None:
-            recording = None if config.routes is None else self._read_routes(config.routes)
             decides = config.routing == "prerouted"
             self.prerouting = Prerouting(
                 spec, workspace, config.streams, decides=decides, heads=heads, recording=recording
@@ -254,11 +254,14 @@ class Engine:
     def _read_prerouter(self, path: Path) -> PrerouterFile:
         """The heads in `path`, which must be this model's. Raises InputError."""
         file = open_prerouter(path)
-        file.check_model(self.spec, fingerprint=self.fingerprint, top_k=self.own_top_k)
+        file.check_model(self.spec, fingerprint=self.fingerprint, name=self._model["name"], top_k=self.own_top_k)
         return file
 
     def _read_routes(self, path: Path) -> RecordedRoutes:
-        return RecordedRoutes(path, fingerprint=self.fingerprint, top_k=self.spec.top_k)
+        spec = self.spec
+        return RecordedRoutes(
+            path, fingerprint=self.fingerprint, moe_layers=spec.moe_layers, n_expert=spec.n_expert, top_k=spec.top_k
+        )
 
     # --- life
 

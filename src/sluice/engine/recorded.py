@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +15,20 @@ class RecordedRoutes:
     """The decoded tokens' routes in the trace at `path`, by sequence and position.
 
     Raises InputError for a trace of another model (see sluice.models.fingerprint), one with another number of experts a
-    token, or one that lacks a layer of a token.
+    token, or one that has a layer of a token twice or not at all.
     """
 
-    def __init__(self, path: Path, *, fingerprint: str, top_k: int) -> None:
+    def __init__(self, path: Path, *, fingerprint: str, moe_layers: Sequence[int], n_expert: int, top_k: int) -> None:
         self._ids: dict[tuple[int, int], np.ndarray] = {}
         with TraceReader(path) as reader:
             info = reader.info
-            if info.fingerprint != fingerprint:
+            shape = info.fingerprint, info.moe_layers, info.n_expert  # the fingerprint is only what the file claims
+            if shape != (fingerprint, tuple(moe_layers), n_expert):
                 raise InputError(f"{path} was recorded on another model: record one on this")
             if info.top_k != top_k:
                 raise InputError(f"{path} has {info.top_k} experts a token, not {top_k}: record one with as many")
             index = {layer: i for i, layer in enumerate(info.moe_layers)}
-            seen: dict[tuple[int, int], int] = {}
+            missing: dict[tuple[int, int], set[int]] = {}
             sequences = {0}
             for batch in reader.batches():
                 for row in np.flatnonzero(batch.decode).tolist():
@@ -35,10 +37,17 @@ class RecordedRoutes:
                     sequences.add(place[0])
                     if len(experts) != top_k:
                         raise InputError(f"{path}: {len(experts)} experts in a row, not {top_k}: record it again")
-                    routes = self._ids.setdefault(place, np.zeros((len(index), top_k), np.int32))
-                    routes[index[int(batch.layer[row])]] = experts
-                    seen[place] = seen.get(place, 0) + 1
-        if any(n != len(index) for n in seen.values()):
+                    if place not in self._ids:
+                        self._ids[place] = np.zeros((len(index), top_k), np.int32)
+                        missing[place] = set(range(len(index)))
+                    i, left = index[int(batch.layer[row])], missing.get(place, set())
+                    if i not in left:
+                        raise InputError(f"{path}: a layer of a token is there twice: record the trace again")
+                    self._ids[place][i] = experts
+                    left.remove(i)
+                    if not left:
+                        del missing[place]
+        if missing:
             raise InputError(f"{path}: some tokens lack layers: record the trace again")
         self._n_sequences = max(sequences) + 1
 

@@ -151,6 +151,7 @@ class Stepper:
         """Run segment `i`, and in its graph what was left to it."""
         self._parts.append(segments[i])
         self._run_parts(shape)
+        self._weigh()
 
     def _run_parts(self, shape: BatchShape) -> None:
         """Run what was left for later; then what heads in it have said is known."""
@@ -161,6 +162,9 @@ class Stepper:
         for owner, tick in self._speaking:
             self._listen(owner, tick)
         self._speaking.clear()
+
+    def _weigh(self) -> None:
+        """Tell the recorder the weights of the layer that it last heard of: the segment after that has just run."""
         if self.recorder is not None and self._unweighed:
             self.recorder.weighed(self.workspace.arrays["weights"][: self._unweighed])
             self._unweighed = 0
@@ -307,10 +311,10 @@ class Stepper:
             else:
                 self._parts.append(self.heads.of(layer, 1))
                 self._speaking.append((layer, tick))
-        # a recorder hears of one layer at a time
         if acquired.waiting or len(self._parts) >= self._most_parts or self.recorder is not None:
             self._run_parts(shape)
-        if self.recorder is not None:
+        if self.recorder is not None:  # it hears of one layer at a time
+            self._weigh()
             self._record(self.recorder, layer, shape, routed)
         if self.spec.n_ff_shared:
             self._parts.append(self.segments.shared(layer, 1))
@@ -339,14 +343,17 @@ class Stepper:
         self._unweighed = n
 
     def _acquire(self, keys: list[ExpertKey], tick: int, scan: bool) -> Acquired:
-        """Pin `keys`, waiting for prefetches in flight to end when they hold the slots that are needed."""
+        """Pin `keys`. Prefetches that hold the slots that are needed give way, those in flight when they have ended."""
+        given_up = False
         while True:
             try:
                 return self.store.acquire(keys, tick, scan=scan)
             except CacheFull:
-                if not self.store.cache.reads_in_flight():
+                if given_up and not self.store.cache.reads_in_flight():
                     raise
-                self.store.expire(tick + 2 * self.spec.n_layers)  # give up every prefetch that has not begun
+                given_up = True
+                # ends every protection, of routes too that a prompt has made void; cancels what has not begun
+                self.store.expire(tick + 2 * self.spec.n_layers)
                 self._wait(block=bool(self.store.cache.reads_in_flight()))
 
     def _score_guess(self, i: int, now: np.ndarray) -> None:

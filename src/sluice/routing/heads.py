@@ -11,6 +11,7 @@ from sluice.io.aligned import AlignedBuffer
 from sluice.routing.prerouter_file import PrerouterFile
 
 ALIGNMENT = 64  # of each tensor, bytes: a cache line
+MAX_LOGIT = 1e30  # of what heads say, either way; what is no number counts as that
 _TYPES = {"F32": GgmlType.F32, "F16": GgmlType.F16}
 
 
@@ -132,7 +133,8 @@ class Heads:
         if before is not None:
             x = _add_rows(c, x, t["before"], before)
         y = c.add(c.mul_mat(t["fc2"], c.gelu_erf(x)), c.mul_mat(t["skip"], h))
-        return c.add(y, t["bias"])
+        # float16 heads may sum up what is too large for that, and numbers that are none can't be sorted
+        return c.clamp(c.add(y, t["bias"]), -MAX_LOGIT, MAX_LOGIT)
 
     def __enter__(self) -> Heads:
         return self
