@@ -253,7 +253,8 @@ def assert_prerouted(model: FamilyModel) -> None:
     init_prerouter(model.path, heads, load_library(), hidden=16)
     options: dict[str, Any] = {"routing": "prerouted", "prerouter": heads, "expert_slots": model.top_k + 2}
     predicted, crowded = folder / "predicted.parquet", folder / "crowded.parquet"
-    with opened(model.path, trace=predicted, **options | {"expert_slots": EVERY_SLOT}) as engine:
+    roomy: dict[str, Any] = {**options, "expert_slots": EVERY_SLOT}
+    with opened(model.path, trace=predicted, **roomy) as engine:
         alone = [run(engine, it) for it in prompts]
     with opened(model.path, ordered(5), trace=crowded, **options) as engine:
         for it, rows in zip(prompts, alone, strict=True):
