@@ -22,6 +22,7 @@ from sluice.config import parse_size, usable_cores
 from sluice.errors import SluiceError
 
 HERE = Path(__file__).resolve().parent
+EVERY_SLOT = 1 << 20  # more than any model has experts
 WORKER = "--worker"  # marks the process in which an arm does its work; its parent has set the machine up
 
 Json = dict[str, Any]
@@ -107,6 +108,29 @@ def arm(script: str, *arguments: object) -> list[Json]:
         raise
     _finish(child)
     return lines
+
+
+def sluice(*words: object) -> list[str]:
+    """Run a command of Sluice in a process of its own: the lines that it prints. Exits with its status if it fails."""
+    text = [str(word) for word in words]
+    log(f"+ sluice {' '.join(text)}")
+    child = subprocess.Popen([sys.executable, "-m", "sluice", *text], stdout=subprocess.PIPE, text=True)
+    out, _ = child.communicate()
+    if child.returncode:
+        raise SystemExit(child.returncode if child.returncode > 0 else 128 - child.returncode)
+    return out.splitlines()
+
+
+def resident_speed(model: Path, *flags: object) -> float:
+    """Tokens a second of `sluice bench` with everything resident: a text's second time in one process.
+
+    The pool is as large as the model, so that needs memory for what the text uses; prefetching is `flags`'s business.
+    """
+    one = json.loads(sluice("bench", model, "--expert-slots", EVERY_SLOT, "--repeat", 2, "--json", *flags)[-1])
+    second = one["repeats"][1]
+    if second["ledger"]["decode"]["bytes_read"]:
+        raise SystemExit("the second time something was read")
+    return second["tok_per_s"]
 
 
 def flag(name: str, value: object) -> list[object]:

@@ -15,15 +15,12 @@ resident then (the pool is as large as the model, so it needs memory for what th
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import log, middle, ratio, report, row, run_main
+from common import middle, ratio, report, resident_speed, row, run_main
 
 from sluice.ggml import load_library
 from sluice.gguf import open_gguf
@@ -31,7 +28,6 @@ from sluice.models import family_of
 from sluice.routing.linears import linears
 
 Json = dict[str, Any]
-EVERY_SLOT = 1 << 20
 ROUTER = "ffn_gate_inp"
 
 
@@ -62,23 +58,6 @@ def write_adapter(model: Path, out: Path, rank: int) -> int:
     return n
 
 
-def bench(args: argparse.Namespace, *flags: object) -> float:
-    """Tokens a second of the second time."""
-    words = [
-        "bench", args.model, "--expert-slots", EVERY_SLOT, "--no-prefetch", "--prompt-tokens", args.prompt, "--gen",
-        args.gen, "--seed", args.seed, "--repeat", 2, "--json", *flags,
-    ]  # fmt: skip
-    text = [str(word) for word in words]
-    log(f"+ sluice {' '.join(text)}")
-    done = subprocess.run([sys.executable, "-m", "sluice", *text], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(done.returncode if done.returncode > 0 else 128 - done.returncode)
-    second = json.loads(done.stdout.splitlines()[-1])["repeats"][1]
-    if second["ledger"]["decode"]["bytes_read"]:
-        raise SystemExit("the second time something was read")
-    return second["tok_per_s"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -95,7 +74,8 @@ def main() -> None:
         n = write_adapter(args.model, adapter, args.rank)
         for i in range(args.repeat):
             for name, flags in (("without", ()), ("with", ("--lora", adapter)))[:: 1 if i % 2 else -1]:
-                speeds[name].append(bench(args, *flags))
+                words = ("--prompt-tokens", args.prompt, "--gen", args.gen, "--seed", args.seed, "--no-prefetch")
+                speeds[name].append(resident_speed(args.model, *words, *flags))
         size = adapter.stat().st_size
     with_, without = middle(speeds["with"]), middle(speeds["without"])
     rows = [

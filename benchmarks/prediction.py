@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import log, middle, ratio, report, row, run_main
+from common import log, middle, ratio, report, row, run_main, sluice
 
 from sluice.config import parse_size
 from sluice.engine.memory import free_bytes
@@ -34,14 +32,9 @@ MODES: dict[str, list[str]] = {"exact": [], "demand": ["--no-prefetch"]}
 TOLERANCE = 0.2
 
 
-def sluice(*words: object) -> Json:
-    """Run a command of Sluice: the JSON object that it prints. Exits with its status if it fails."""
-    text = [str(word) for word in words]
-    log(f"+ sluice {' '.join(text)}")
-    done = subprocess.run([sys.executable, "-m", "sluice", *text, "--json"], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(done.returncode if done.returncode > 0 else 128 - done.returncode)
-    return json.loads(done.stdout.splitlines()[-1])
+def told(*words: object) -> Json:
+    """What a command of Sluice prints as JSON."""
+    return json.loads(sluice(*words, "--json")[-1])
 
 
 def point(args: argparse.Namespace, ram: str, mode: str, profile: Path, trace: Path) -> Json:
@@ -50,13 +43,13 @@ def point(args: argparse.Namespace, ram: str, mode: str, profile: Path, trace: P
     shared = [*MODES[mode], *([] if args.threads is None else ["--threads", args.threads])]
 
     def predicted() -> Json:
-        found = sluice("plan", args.model, "--ram", ram, "--profile", profile, "--trace", trace, "--ctx", args.ctx,
+        found = told("plan", args.model, "--ram", ram, "--profile", profile, "--trace", trace, "--ctx", args.ctx,
                        *shared)  # fmt: skip
         return found["results"][0] | {"disk_now": found["disk_now"]}
 
     before = predicted()
     settle()
-    measured = sluice(
+    measured = told(
         "bench", args.model, "--ram", ram, "--profile", profile, "--prompt-tokens", args.prompt, "--gen", args.gen,
         "--repeat", 1, "--seed", args.seed, *shared,
     )  # fmt: skip
@@ -103,7 +96,7 @@ def main() -> None:
     profiles: list[Json] = []
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "routes.trace"
-        sluice(
+        told(
             "bench", args.model, "--ram", possible[0], "--prompt-tokens", args.prompt, "--gen", args.gen,
             "--repeat", 1, "--seed", args.seed, "--trace", trace,
             *([] if args.threads is None else ["--threads", args.threads]),
@@ -111,7 +104,7 @@ def main() -> None:
         for i in range(args.repeat):
             log(f"round {i + 1} of {args.repeat}")
             profile = Path(folder) / f"profile{i}.json"
-            taken = sluice("plan", args.model, "--ram", possible[0], "--profile", profile,
+            taken = told("plan", args.model, "--ram", possible[0], "--profile", profile,
                            *([] if args.threads is None else ["--threads", args.threads]))  # fmt: skip
             profiles.append(taken["profile"])
             points += [point(args, ram, mode, profile, trace) for ram in possible for mode in modes]

@@ -24,30 +24,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import log, middle, ratio, report, row, run_main
+from common import log, middle, ratio, report, resident_speed, row, run_main, sluice
 
 from sluice.config import parse_size
 
 Json = dict[str, Any]
 MODES = ("naive", "demand", "exact", "hints", "oracle", "prerouted")
 A_STEP = ("compute_s", "wait_s", "host_s", "bytes_read", "misses", "late_hits")
-EVERY_SLOT = 1 << 20
-
-
-def sluice(*words: object) -> list[str]:
-    """Run a command of Sluice: the lines that it prints. Exits with its status if it fails."""
-    text = [str(word) for word in words]
-    log(f"+ sluice {' '.join(text)}")
-    done = subprocess.run([sys.executable, "-m", "sluice", *text], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(done.returncode if done.returncode > 0 else 128 - done.returncode)
-    return done.stdout.splitlines()
 
 
 def streamed(args: argparse.Namespace, heads: Path, rate: str) -> tuple[list[Json], Json]:
@@ -99,16 +86,8 @@ def resident(args: argparse.Namespace, heads: Path) -> tuple[list[Json], Json]:
     speeds: dict[str, list[float]] = {mode: [] for mode in modes}
     for _ in range(args.repeat):
         for mode, flags in modes.items():
-            found = json.loads(
-                sluice(
-                    "bench", args.model, "--expert-slots", EVERY_SLOT, "--prompt-tokens", args.prompt, "--gen",
-                    args.gen, "--seed", args.seed, "--repeat", 2, "--json", *flags,
-                )[-1]
-            )  # fmt: skip
-            second = found["repeats"][1]
-            if second["ledger"]["decode"]["bytes_read"]:
-                raise SystemExit(f"{mode}: the second time something was read")
-            speeds[mode].append(second["tok_per_s"])
+            words = ("--prompt-tokens", args.prompt, "--gen", args.gen, "--seed", args.seed)
+            speeds[mode].append(resident_speed(args.model, *words, *flags))
     prerouted, exact = middle(speeds["prerouted"]), middle(speeds["exact"])
     rows = [row("resident: prerouted ÷ exact", ratio(prerouted, exact), at_least=0.95, n=args.repeat)]
     return rows, {"tok_per_s": speeds}

@@ -18,15 +18,13 @@ A file is somebody else's text until it has been checked: its size and every val
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sluice.errors import InputError
+from sluice.new_file import appearing
 from sluice.types import ExpertKey
 
 FORMAT = 1
@@ -34,6 +32,7 @@ MAX_BYTES = 16 << 20  # twenty times what the largest models need
 MAX_LAYERS = MAX_EXPERTS = 1 << 15
 MAX_TEXT = 4096
 MAX_FIGURES = 16
+MADE = "the plan"  # as who writes one calls it
 
 
 @dataclass(frozen=True)
@@ -191,34 +190,9 @@ def _figures(value: object) -> dict[str, float] | None:
     return figures
 
 
-def check_out(path: str | Path, *, force: bool, keep: Sequence[Path] = ()) -> None:
-    """Raise InputError where `write_plan` would not write, to be told before the work. `keep` are never overwritten."""
-    path = Path(path)
-    if not path.name or path.is_dir():
-        raise InputError(f"{path}: names no file: name the file to write")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no directory {path.parent}: make it first")
-    if path.exists() and not path.is_file():  # a device, say, which the new file would take the place of
-        raise InputError(f"{path}: not a regular file: name the file to write")
-    if path.exists() and any(path.samefile(other) for other in keep if other.exists()):
-        raise InputError(f"{path}: is what the plan is made from: name another file to write")
-    if os.path.lexists(path) and not force:
-        raise InputError(f"{path}: exists already: name another file, or overwrite it with --force")
-
-
 def write_plan(path: str | Path, plan: Placement, *, force: bool = False, keep: Sequence[Path] = ()) -> None:
     """Write a plan; the file appears whole or not at all. Raises InputError, also if it exists (unless `force`)."""
-    path = Path(path)
-    check_out(path, force=force, keep=keep)
     fields = {"format": FORMAT, **asdict(plan)}
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields.items())
-    temporary = path.with_name(f".sluice-plan-{secrets.token_hex(4)}")
-    try:
+    with appearing(Path(path), "plan", force=force, keep=keep, made=MADE) as temporary:
         temporary.write_text("{" + text + "}\n", encoding="utf-8")
-        check_out(path, force=force, keep=keep)  # it may have appeared since
-        temporary.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: can't be written ({error.strerror}): name another place") from error
-    finally:
-        with suppress(OSError):  # a complete file no longer has this name
-            temporary.unlink(missing_ok=True)

@@ -13,15 +13,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 import numpy as np
 
+from sluice import new_file
 from sluice.errors import InputError
 
 MAX_HEADER_BYTES = 32 << 20
@@ -31,6 +30,7 @@ MAX_DIMS, MAX_DIM = 8, 1 << 40
 
 # By the format's names; BF16 has no type in numpy and is widened to float32, which holds each of its values.
 STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+WRITTEN = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
 _METADATA = "__metadata__"
 
 
@@ -224,17 +224,8 @@ def check_out(path: str | os.PathLike[str], *, force: bool, keep: Sequence[Path]
 
     `keep` are files that are never overwritten.
     """
-    given, path = path, Path(os.path.expanduser(path))  # noqa: PTH111
-    if not path.name or path.is_dir():
-        raise InputError(f"{str(given)!r} names no file: name the file to write")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no directory {path.parent}: make it first")
-    if path.exists() and not path.is_file():  # a device, say, which the new file would take the place of
-        raise InputError(f"{path}: not a regular file: name the file to write")
-    if path.exists() and any(path.samefile(other) for other in keep if other.exists()):
-        raise InputError(f"{path}: is what the new file is made from: name another file to write")
-    if os.path.lexists(path) and not force:
-        raise InputError(f"{path}: exists already: name another file, or overwrite it with --force")
+    path = Path(os.path.expanduser(path))  # noqa: PTH111  (Path's raises for an unknown user)
+    new_file.check_out(path, force=force, keep=keep)
     return path
 
 
@@ -247,31 +238,21 @@ def write_safetensors(
     Raises InputError for a path that can't be written, exists (unless `force`) or is one of `keep`.
     """
     path = check_out(path, force=force, keep=keep)
-    kinds = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in tensors.items():
-        kind = kinds[tensor.dtype]
+        kind = WRITTEN[tensor.dtype]
         end = at + math.prod(tensor.shape) * STORED[kind].itemsize
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # so that the tensors begin at a multiple of 8
-    temporary = path.with_name(f".sluice-tensors-{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                values = tensor if isinstance(tensor, np.ndarray) else tensor.read()
-                assert (values.shape, values.dtype) == (tensor.shape, tensor.dtype)
-                file.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1).data.cast("B"))
-            file.flush()
-            os.fsync(file.fileno())
-        check_out(path, force=force, keep=keep)  # it may have appeared since
-        temporary.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: can't be written ({error.strerror}): name another place") from error
-    finally:
-        with suppress(OSError):  # a complete file no longer has this name
-            temporary.unlink(missing_ok=True)
+    with new_file.appearing(path, "tensors", force=force, keep=keep) as temporary, temporary.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            values = tensor if isinstance(tensor, np.ndarray) else tensor.read()
+            assert (values.shape, values.dtype) == (tensor.shape, tensor.dtype)
+            file.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1).data.cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
     return 8 + len(text) + at

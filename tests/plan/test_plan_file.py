@@ -13,7 +13,8 @@ import pytest
 
 from sluice import plan_file
 from sluice.errors import InputError
-from sluice.plan_file import Placement, check_out, read_plan, write_plan
+from sluice.new_file import check_out
+from sluice.plan_file import Placement, read_plan, write_plan
 from sluice.types import ExpertKey
 
 PLAN = Placement(

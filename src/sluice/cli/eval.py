@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +13,9 @@ from sluice.cli.commands import group
 from sluice.cli.eval_texts import TextOptions
 from sluice.cli.opening import announce, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Json, Model, grouped
-from sluice.cli.signals import Stop, deferred
+from sluice.cli.signals import deferred
 from sluice.cli.spool import check_room, spool
-from sluice.cli.terminal import Progress, emit, note, print_table, progress_bar
+from sluice.cli.terminal import emit, note, print_table, progress_bar
 
 if TYPE_CHECKING:
     from sluice.engine import Engine
@@ -53,7 +52,7 @@ def ppl(*, model: Model = "demo", texts: TextOptions, engine: EngineOptions, jso
         ids = tokenize(opened, {name: text.text for name, text in given.items()})
         announce(opened)
         began = perf_counter()
-        with _progress("scoring", stop) as progress:
+        with progress_bar("scoring", stop.check) as progress:
             tallies = perplexity(opened, ids, progress)
         result = {
             **pooled(tallies.values()).as_dict(),
@@ -110,12 +109,12 @@ def kl(
         with open_engine(path if reference is None else resolve_model(reference), exact, stop) as opened:
             ids = tokenize(opened, {name: text.text for name, text in given.items()})
             check_room("the reference's logits take", spooled_bytes(opened, ids), folder, "give less text")
-            with _progress("scoring the reference", stop) as progress:
+            with progress_bar("scoring the reference", stop.check) as progress:
                 recorded = record(opened, ids, file, progress)
             theirs = _side(opened)
         with open_engine(path, config, stop) as opened:
             announce(opened)
-            with _progress("scoring", stop) as progress:
+            with progress_bar("scoring", stop.check) as progress:
                 differences = compare(opened, recorded, progress)
             result = {
                 **together(differences.values()).as_dict(),
@@ -136,19 +135,6 @@ def kl(
 
 
 # --- results
-
-
-@contextmanager
-def _progress(label: str, stop: Stop) -> Iterator[Callable[[float, float], None]]:
-    """A bar, and the end where `stop` asks for it."""
-
-    def update(done: float, total: float) -> None:
-        stop.check()
-        show(done, total)
-
-    show: Progress
-    with progress_bar(label) as show:
-        yield update
 
 
 def _side(engine: Engine) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,7 @@ from sluice.cli.opening import announce, load_ggml, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Json, grouped
 from sluice.cli.signals import Stop, deferred
 from sluice.cli.spool import check_room, spool
-from sluice.cli.terminal import Progress, emit, note, print_table, progress_bar
+from sluice.cli.terminal import emit, note, print_table, progress_bar
 from sluice.config import EngineConfig, parse_lora
 from sluice.errors import InputError
 
@@ -87,7 +87,11 @@ def _measured(
         n_bytes = sum(_stored_bytes(library, scaled[0][0].linear) for scaled in updates.values())
         check_room("the merged weights take", n_bytes, folder, "name an adapter of fewer matrices")
         patches = Patches(spooled)
-    with ModelFiles(file.paths) as files, Converter(library) as converter, _progress("merging", stop) as progress:
+    with (
+        ModelFiles(file.paths) as files,
+        Converter(library) as converter,
+        progress_bar("merging", stop.check) as progress,
+    ):
         sink = None if patches is None else patches.add
         found = survival(updates, files, converter, sink=sink, progress=progress)
     types = {name: scaled[0][0].linear.type.name for name, scaled in updates.items()}
@@ -130,30 +134,17 @@ def _of_predictions(
             check_room("the model's logits take", spooled_bytes(engine, ids), folder, "give less text")
             if name == "unmerged":
                 announce(engine)
-            with _progress(f"scoring, {name}", stop) as progress:
+            with progress_bar(f"scoring, {name}", stop.check) as progress:
                 recorded.append(record(engine, ids, spooled, progress))
             modes[name] = engine.mode | {"ctx": engine.n_ctx}
     merged = replace(alone, reader="auto")  # io_uring would read past the patches
     with (
         open_engine(path, merged, stop, open_files=lambda paths: PatchedFiles(paths, patches)) as engine,
-        _progress("scoring, merged", stop) as progress,
+        progress_bar("scoring, merged", stop.check) as progress,
     ):
         effect = merged_effect(engine, recorded[0], recorded[1], progress)
     facts = {name: text.facts for name, text in given.items()}
     return {**effect.as_dict(), "texts": facts, "mode": modes["unmerged"], "reference_mode": modes["alone"]}
-
-
-@contextmanager
-def _progress(label: str, stop: Stop) -> Iterator[Progress]:
-    """A bar, and the end where `stop` asks for it."""
-
-    def update(done: float, total: float) -> None:
-        stop.check()
-        show(done, total)
-
-    show: Progress
-    with progress_bar(label) as show:
-        yield update
 
 
 # --- results

@@ -20,11 +20,12 @@ PROCESS_MARGIN = 8 << 20
 
 def make_plan(path: Path, config: EngineConfig, trace: Path, out: Path, *, force: bool) -> dict[str, Any]:
     """Write the plan for a model within `config`'s budget; the JSON object that says what it is. Raises InputError."""
-    from sluice.plan_file import Placement, check_out, write_plan
+    from sluice.new_file import check_out
+    from sluice.plan_file import MADE, Placement, write_plan
 
     if config.ram is None and config.expert_slots is None:
         raise InputError("a plan is for a budget: give --ram")
-    check_out(out, force=force, keep=(path, trace))
+    check_out(out, force=force, keep=(path, trace), made=MADE)
     from sluice.engine import Engine
     from sluice.engine.placing import model_of
 

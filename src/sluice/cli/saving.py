@@ -22,7 +22,7 @@ Force = Annotated[bool, typer.Option("--force", metavar="", help="Overwrite file
 
 def check_residents(path: Path | None, *, force: bool) -> None:
     """Raise InputError, before any work, where `save_residents` could not write."""
-    from sluice.plan_file import check_out
+    from sluice.new_file import check_out
 
     if path is not None:
         check_out(path, force=force)

@@ -31,15 +31,23 @@ def emit(value: Any) -> None:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Progress]:
-    """A callback that shows progress on stderr, if that is a terminal and the work takes long enough to be seen."""
+def progress_bar(label: str, check: Callable[[], object] = lambda: None) -> Iterator[Progress]:
+    """A callback that shows progress on stderr, if that is a terminal and the work takes long enough to be seen.
+
+    It calls `check` first, which may raise to end the work.
+    """
     if not (sys.stderr and sys.stderr.isatty()):
-        yield lambda done, total: None
+
+        def unseen(done: float, total: float) -> None:
+            check()
+
+        yield unseen
         return
     began, bar = perf_counter(), None
 
     def update(done: float, total: float) -> None:
         nonlocal bar
+        check()
         if bar is None:
             if perf_counter() - began < _SHOWN_AFTER_S:
                 return

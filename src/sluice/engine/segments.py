@@ -66,6 +66,7 @@ class _Built:
         self.graphs: list[Graph] = []
         self.bare: dict[int, Graph] = {}
         self.joined: OrderedDict[tuple[int, ...], tuple[Context, Graph]] = OrderedDict()
+        self.joined_nodes = 0  # that those have room for
 
     def close(self) -> None:
         for context, _ in self.joined.values():
@@ -156,11 +157,15 @@ class SegmentGraphs:
         """
         if len(parts) == 1:
             return parts[0]
-        kept, key = self._shapes[shape].joined, tuple(part.ptr for part in parts)
+        built, key = self._shapes[shape], tuple(part.ptr for part in parts)
+        kept = built.joined
         if key not in kept:
             kept[key] = chained(*parts)
-            while len(kept) > 1 and sum(graph.n_nodes for _, graph in kept.values()) > KEPT_NODES:
-                kept.popitem(last=False)[1][0].close()
+            built.joined_nodes += kept[key][1].n_nodes
+            while len(kept) > 1 and built.joined_nodes > KEPT_NODES:
+                context, graph = kept.popitem(last=False)[1]
+                built.joined_nodes -= graph.n_nodes
+                context.close()
         kept.move_to_end(key)
         return kept[key][1]
 

@@ -222,7 +222,7 @@ class Stepper:
 
     def _experts(self, i: int, shape: BatchShape, n: int, scan: bool) -> None:
         """Compute all pairs of the i-th layer with experts over `n` columns, each once its expert is resident."""
-        arrays, store, n_layers, layer = self.workspace.arrays, self.store, self.spec.n_layers, self.spec.moe_layers[i]
+        arrays, store, layer = self.workspace.arrays, self.store, self.spec.moe_layers[i]
         if (ahead := self.prerouting) is not None and shape.ahead:
             routed = ahead.route(layer, arrays["scores"])
         else:
@@ -230,14 +230,9 @@ class Stepper:
             routed[:] = arrays["selected"][:n]
             if self._reroutes is not None:
                 self._reroute(self._reroutes, layer, routed)
-        demand = Demand(routed)
         if self.recorder is not None:
             self._record(self.recorder, layer, shape, routed)
-        tick = self.n_steps * n_layers + layer
-        self._ledger.token_demands += n * demand.top_k
-        store.arrived(block=False)
-        store.expire(tick)
-        keys = [ExpertKey(layer, e) for e in demand.experts]
+        demand, keys, tick = self._demand(layer, routed)
         plan = waves(keys, store.n_slots, store.cache.resident)
         if self.prefetch:
             self._score_guess(i, routed)
@@ -268,6 +263,17 @@ class Stepper:
             if j + 1 < len(plan.groups):
                 acquired = following or self._acquire(plan.groups[j + 1], tick, scan)
 
+    def _demand(self, layer: int, routed: np.ndarray) -> tuple[Demand, list[ExpertKey], int]:
+        """What `layer` demands for its final routes, as experts in ascending order, and the tick that it is due at.
+
+        What has arrived by then is taken note of, and what was due earlier given up.
+        """
+        demand, tick = Demand(routed), self.n_steps * self.spec.n_layers + layer
+        self._ledger.token_demands += routed.size
+        self.store.arrived(block=False)
+        self.store.expire(tick)
+        return demand, [ExpertKey(layer, e) for e in demand.experts], tick
+
     def _reroute(self, rule: Rerouting, layer: int, routed: np.ndarray) -> None:
         """Let experts of `routed` [n_columns, top_k] that have no slot give way to ones that have, in place."""
         slot_of, step, scores = self.store.cache.slot_of, self._ledger, self.workspace.arrays["scores"][: len(routed)]
@@ -288,18 +294,14 @@ class Stepper:
         What it takes is left to run with the next segment as long as all its experts are there: consecutive layers then
         run without a return to Python.
         """
-        ahead, store, layer = self.prerouting, self.store, self.spec.moe_layers[i]
+        ahead, layer = self.prerouting, self.spec.moe_layers[i]
         assert ahead is not None
         routed = ahead.foretold(layer)
         if routed is None:
             return False
-        demand, tick = Demand(routed), self.n_steps * self.spec.n_layers + layer
-        self._ledger.token_demands += demand.top_k
-        store.arrived(block=False)
-        store.expire(tick)
-        keys = [ExpertKey(layer, e) for e in demand.experts]
+        demand, keys, tick = self._demand(layer, routed)
         try:
-            acquired = store.acquire(keys, tick)
+            acquired = self.store.acquire(keys, tick)
         except CacheFull:
             if self._parts:
                 self._run_parts(shape)

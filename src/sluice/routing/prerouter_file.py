@@ -44,7 +44,15 @@ import numpy as np
 
 from sluice.errors import InputError
 from sluice.models.spec import ModelSpec
-from sluice.safetensors_file import Readable, StoredTensor, check_out, quoted, read_safetensors, write_safetensors
+from sluice.safetensors_file import (
+    WRITTEN,
+    Readable,
+    StoredTensor,
+    check_out,
+    quoted,
+    read_safetensors,
+    write_safetensors,
+)
 
 FORMAT = "1"
 FORMAT_KEY = "sluice.prerouter"
@@ -269,9 +277,8 @@ def write_prerouter(
         value = getattr(info, field.name)
         metadata[field.name] = value if field.name in _TEXTS else json.dumps(value, allow_nan=False)
     path = check_out(path, force=force, keep=keep)
-    kinds = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
     described = {
-        name: StoredTensor(path, name, kinds.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), 0)
+        name: StoredTensor(path, name, WRITTEN.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), 0)
         for name, tensor in tensors.items()
     }
     _check_tensors(_info(metadata), described)
