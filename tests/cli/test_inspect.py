@@ -48,8 +48,8 @@ def test_facts(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_budget_of_ones_own(cli: Cli, tiny_path: Path) -> None:
-    facts = cli("inspect", tiny_path, "--ram", "2G", "--json").json
-    assert facts["budgets"] == [{"budget_bytes": 2048 * MIB, "slots": 24, "share": 1.0}]
+    facts = cli("inspect", tiny_path, "--ram", "20G", "--json").json
+    assert facts["budgets"] == [{"budget_bytes": 20480 * MIB, "slots": 24, "share": 1.0}]
 
 
 def test_packed_and_stock_hold_the_same(cli: Cli, tiny_path: Path, tmp_path: Path) -> None:

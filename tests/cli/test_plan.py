@@ -50,12 +50,12 @@ def test_without_a_trace_the_assumption_is_named(cli: Cli, tiny_path: Path) -> N
 
 def test_a_profile_is_saved_reused_and_refused(cli: Cli, tiny_path: Path, trace: Path, tmp_path: Path) -> None:
     profile = tmp_path / "p.json"
-    words = ("plan", tiny_path, "--ctx", 64, "--profile", profile, "--ram", "2G,3G", "--trace", trace)
+    words = ("plan", tiny_path, "--ctx", 64, "--profile", profile, "--ram", "20G,30G", "--trace", trace)
     first = cli(*words, "--threads", 1, "--json")
     assert first.code == 0 and "measuring" in first.err
     assert json.loads(profile.read_text()) == first.json["profile"]
     assert str(trace) in first.json["workload"]
-    assert [one["budget_bytes"] for one in first.json["results"]] == [2 << 30, 3 << 30]
+    assert [one["budget_bytes"] for one in first.json["results"]] == [20 << 30, 30 << 30]
     again = cli(*words, "--threads", 1, "--json")
     assert again.code == 0 and "measuring" not in again.err
     assert again.json["profile"] == first.json["profile"]

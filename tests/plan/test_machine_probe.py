@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,14 @@ from sluice.plan.probe import Fresh, Probe, _Burst, _fresh, probe_slots, ram_rat
 from sluice.plan.profile import MachineProfile, load, save
 
 
+def config_to_probe(path: Path, **options: object) -> EngineConfig:
+    """With a GiB beside what this process has taken already: tests before may have left it with more than that."""
+    planned = Engine(path, EngineConfig(threads=1, **options), plan_only=True)  # type: ignore[arg-type]
+    return measuring.probe_config(planned, planned.plan.needs.process + (1 << 30))
+
+
 def profile_of(path: Path, **options: object) -> MachineProfile:
-    planned = Engine(path, EngineConfig(threads=1, ctx=200, **options), plan_only=True)  # type: ignore[arg-type]
-    config = measuring.probe_config(planned, 1 << 30)
+    config = config_to_probe(path, ctx=200, **options)
     return measuring.measure(config, lambda config: Engine(path, config), machine="here")
 
 
@@ -148,9 +152,8 @@ def test_the_end_can_be_asked_for(tiny: Path) -> None:
     def check() -> None:
         raise Stopped
 
-    config = replace(measuring.probe_config(Engine(tiny, EngineConfig(threads=1), plan_only=True), 1 << 30), threads=1)
     with pytest.raises(Stopped):
-        measuring.measure(config, lambda config: Engine(tiny, config), machine="here", check=check)
+        measuring.measure(config_to_probe(tiny), lambda config: Engine(tiny, config), machine="here", check=check)
 
 
 def test_a_host_that_takes_memory_back_is_known_by_its_balloon(tmp_path: Path) -> None:
