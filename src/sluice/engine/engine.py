@@ -174,8 +174,8 @@ class Engine:
         expert_updates = {} if lora is None else lora.experts
         expert_rank = lora.rank if lora is not None and expert_updates else 0
         family = family_type(spec, weights.tensors)
-        self._n_tokens = n_tokens
-        kv = enter(KVCache(self.library, spec, (kv_types[0], kv_types[1]), self.n_ctx, config.streams))
+        self.chunk_room = n_tokens  # tokens that a step takes at most
+        self._kv = kv = enter(KVCache(self.library, spec, (kv_types[0], kv_types[1]), self.n_ctx, config.streams))
         states = enter(RecurrentState(self.library, spec, config.streams))
         workspace = enter(
             Workspace(
@@ -295,6 +295,11 @@ class Engine:
             self.prerouting.opened(session.stream, session.number)
         return session
 
+    def copy_kept(self, source: int, target: int, n: int) -> None:
+        """Keys and values of a stream's first `n` positions, for another to begin with. Use Session.copy."""
+        self._check_open()
+        self._kv.copy(source, target, n)
+
     # --- steps
 
     def _step(
@@ -324,7 +329,7 @@ class Engine:
                     session.broken = True
             raise
         for session, ids in parts:
-            session.tokens.extend(ids)
+            session.took(ids, prompt=phase == "prefill")
         return logits
 
     def prefill(self, session: Session, ids: Sequence[int]) -> np.ndarray:
@@ -373,20 +378,41 @@ class Engine:
             for i, (session, ids) in enumerate(prompts)
         )
         while waiting:
-            parts, ends, room = [], [], self._n_tokens
+            parts: list[tuple[Session, list[int]]] = []
+            ends: list[tuple[int, int]] = []
+            room = self.chunk_room
             while waiting and len(waiting[0][2][0]) <= room:
                 i, session, left = waiting.popleft()
                 chunk = left.pop(0)
                 room -= len(chunk)
                 parts.append((session, chunk))
                 if not left:
-                    ends.append((i, self._n_tokens - room - 1))
+                    ends.append((i, len(parts) - 1))
                     continue
                 waiting.appendleft((i, session, left))  # its next chunk needs this one's keys: a step of its own
                 break
-            logits = self._step("prefill", parts, [column for _, column in ends])
+            logits = self.prefill_step(parts, [part for _, part in ends])
             for row, (i, _) in enumerate(ends):
                 yield i, logits[row]
+
+    def prefill_step(self, parts: Sequence[tuple[Session, Sequence[int]]], ends: Sequence[int]) -> np.ndarray:
+        """Feed each session a chunk of its prompt, all in one step: logits [len(ends), n_vocab], valid until the next.
+
+        `ends`: which of `parts` logits are wanted of, after their last token. A session's bits don't depend on its
+        company as long as chunks are cut by `chunks` (engine/workspace.py): none goes across a multiple of CHUNK.
+        Raises InputError for chunks that do, or that together are more than `chunk_room`, and ContextError.
+        """
+        columns, n = [], 0
+        for session, ids in parts:
+            session.check_room(ids)
+            if len(session.tokens) % CHUNK + len(ids) > CHUNK:
+                raise InputError(f"a chunk goes across a multiple of {CHUNK} positions: cut prompts with chunks()")
+            n += len(ids)
+            columns.append(n - 1)
+        if n > self.chunk_room:
+            raise InputError(f"a step of prompts has {n} tokens and takes at most {self.chunk_room}")
+        checked = [(session, self._checked(ids)) for session, ids in parts]
+        return self._step("prefill", checked, [columns[part] for part in ends])
 
     def decode(self, sessions: Sequence[Session], ids: Sequence[int]) -> np.ndarray:
         """Feed one token to each session in one step; logits [n_sessions, n_vocab], valid until the next step."""
@@ -430,14 +456,20 @@ class Engine:
             return self.tokenizer.encode(prompt)
         return self.encode_chat([{"role": "user", "content": prompt}])
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the answer. Raises TemplateError."""
+    def encode_chat(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the answer. Raises TemplateError.
+
+        `tools` as templates take them (OpenAI's form); `variables` are further ones that the template may read.
+        """
         tokenizer = self.tokenizer
         if tokenizer.chat_template is None:
             raise TemplateError("the model has no chat template: use --raw")
         text = render_chat(
-            tokenizer.chat_template, messages, bos_token=self._token_text("bos"), eos_token=self._token_text("eos")
-        )
+            tokenizer.chat_template, messages, tools=tools, bos_token=self._token_text("bos"),
+            eos_token=self._token_text("eos"), **variables,
+        )  # fmt: skip
         # most templates write the start token themselves
         ids = tokenizer.encode(text, special=True, bos=False)
         if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sluice.engine.workspace import CHUNK
 from sluice.errors import ContextError, InputError
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ class Session:
     `tokens` are those that have been fed, `number` is this session's alone as long as the engine lives. Feeding is
     deterministic in what was fed how: a prompt's chunks end at absolute multiples of the chunk size. A model with
     recurrent layers can't go on after a step that failed half way: the session is then `broken` until it is rewound.
+    `reusable`: that many of its first tokens were fed as whole chunks, so that what is kept of them is bit for bit what
+    any prompt with the same beginning makes.
     """
 
     def __init__(self, engine: Engine, stream: int, number: int = 0) -> None:
@@ -28,6 +31,7 @@ class Session:
         self.stream = stream
         self.number = number
         self.tokens: list[int] = []
+        self.reusable = 0
         self.broken = False
         self._give_back = weakref.finalize(self, engine.free_streams.append, stream)
         self._give_back.atexit = False
@@ -58,6 +62,26 @@ class Session:
                 "raise --ctx"
             )
 
+    def took(self, ids: Sequence[int], *, prompt: bool) -> None:
+        """Note that a step has fed `ids`, as a chunk of a prompt or one by one."""
+        if prompt and len(ids) == CHUNK and len(self.tokens) == self.reusable and not self.engine.spec.recurrent:
+            self.reusable += CHUNK
+        self.tokens.extend(ids)
+
+    def copy(self, other: Session, n: int) -> None:
+        """Begin with the first `n` tokens of `other`, which keeps them, without computing anything.
+
+        Raises InputError if this session has begun, `other` is another engine's, or `n` is more than it has `reusable`
+        or cuts a chunk.
+        """
+        if self.tokens or self.engine is not other.engine or -1 in (self.stream, other.stream):
+            raise InputError("a session takes tokens from another open one of its engine before it has any of its own")
+        if not 0 <= n <= other.reusable or n % CHUNK:
+            raise InputError(f"can't take {n} tokens: {other.reusable} are reusable, in chunks of {CHUNK}")
+        self.engine.copy_kept(other.stream, self.stream, n)
+        self.tokens.extend(other.tokens[:n])
+        self.reusable = n
+
     def rewind(self, n: int) -> None:
         """Forget all but the first `n` tokens. Raises InputError for a negative `n`.
 
@@ -67,6 +91,7 @@ class Session:
             raise InputError(f"can't keep {n} tokens: give 0 or more")
         if not self.engine.spec.recurrent:
             del self.tokens[n:]
+            self.reusable = min(self.reusable, n // CHUNK * CHUNK)
             return
         if n >= len(self.tokens) and not self.broken:
             return

@@ -6,6 +6,8 @@ Each layer that attends has one tensor of keys and one of values with a row per 
 
 from __future__ import annotations
 
+import ctypes
+
 from sluice.ggml import Buffer, Context, GgmlType, Library, Tensor
 from sluice.ggml.tensor import row_bytes
 from sluice.io.aligned import AlignedBuffer
@@ -52,12 +54,14 @@ class KVCache:
         self._context = Context(library, 2 * spec.n_layers)
         self._k: dict[int, Tensor] = {}
         self._v: dict[int, Tensor] = {}
+        self._places: list[tuple[Tensor, int]] = []  # with their offsets in the memory
         at, rows = 0, self.n_ctx * n_streams
         for layer in spec.attending:
             for tensors, type, width in zip((self._k, self._v), types, _widths(spec, layer), strict=True):
                 if width:
                     tensors[layer] = tensor = self._context.tensor(type, width, rows)
                     self._buffer.place(tensor, at)
+                    self._places.append((tensor, at))
                     at += _aligned(tensor.n_bytes)
 
     def __enter__(self) -> KVCache:
@@ -79,6 +83,13 @@ class KVCache:
             at = (stream * self.n_ctx + first) * row
             views.append(c.view(tensor, (dim, n_kv, shape.n_head_kv), (row, head), at))
         return views[0], views[1]
+
+    def copy(self, source: int, target: int, n: int) -> None:
+        """Have the stream `target` begin with the first `n` positions of `source`."""
+        for tensor, at in self._places:
+            row = tensor.strides[1]
+            start = self._memory.address + at
+            ctypes.memmove(start + target * self.n_ctx * row, start + source * self.n_ctx * row, n * row)
 
     def close(self) -> None:
         self._context.close()
