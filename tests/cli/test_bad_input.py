@@ -174,6 +174,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "quality of no text": (["bench", "TINY", "--compare", "exact", "--quality-text", "/no.txt"], "no such file"),
     "unknown arm": (["bench", "TINY", "--compare", "fastest"], "naive, demand, exact"),
     "arm twice": (["bench", "TINY", "--compare", "exact,exact"], "name each once"),
+    "arm twice in other words": (["bench", "TINY", "--compare", "exact,reroute:0.1,reroute:0.10:1"], "name each once"),
+    "heads for no arm": (["bench", "TINY", "--compare", "exact", "--prerouter", "DIR/short.txt"], "leave it out"),
     "arm that fails": (["bench", "TINY", "--compare", "exact", "--ram", "10M"], "smallest budget that works"),
     "inspect ram": (["inspect", "TINY", "--ram", "10M"], "smallest budget that works"),
     "pack without model": (["pack"], "Missing argument"),

@@ -152,6 +152,8 @@ def bench(
             raise InputError("--compare sets routing itself: leave out --routing, --reroute and --routes")
         if engine.prerouter is None and (needing := {"hints", "prerouted"}.intersection(modes)):
             raise InputError(f"--compare {min(needing)} needs --prerouter FILE, which `sluice prerouter init` makes")
+        if engine.prerouter is not None and not {"hints", "prerouted"}.intersection(modes):
+            raise InputError("--prerouter is for the modes hints and prerouted of --compare: name one, or leave it out")
         words = [
             f"--prompt-tokens={prompt_tokens}", f"--gen={gen}", f"--streams={streams}",
             *([] if read_rate is None else [f"--read-rate={read_rate}"]),
@@ -205,13 +207,15 @@ def profile_for(file: Path, path: Path, config: EngineConfig) -> MachineProfile:
 
 def _modes(text: str, fixed: bool) -> list[str]:
     """The arms of --compare. Raises InputError naming what is unknown."""
-    modes = [mode.strip() for mode in text.split(",")]
+    modes, settings = [mode.strip() for mode in text.split(",")], set()
     for mode in modes:
         if mode.startswith(REROUTE):
-            parse_reroute(mode.removeprefix(REROUTE))
-        elif mode not in ARMS:
+            settings.add(parse_reroute(mode.removeprefix(REROUTE)))  # 0.1 and 0.10 are one
+        elif mode in ARMS:
+            settings.add(mode)
+        else:
             raise InputError(f"--compare {mode!r} is unknown: choose from {', '.join(ARMS)}, {REROUTE}MARGIN[:J]")
-    if len(set(modes)) < len(modes):
+    if len(settings) < len(modes):
         raise InputError(f"--compare {text} names a mode twice: name each once")
     if fixed:
         raise InputError("--compare sets overlap and prefetch itself: leave out --no-overlap and --no-prefetch")
