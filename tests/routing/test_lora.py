@@ -23,6 +23,7 @@ from sluice.gguf import open_gguf
 from sluice.models import family_of
 from sluice.routing.lora import LoraWeights
 from sluice.routing.lora_file import open_adapter
+from sluice.routing.prerouter_init import init_prerouter
 
 IDS = np.random.default_rng(4).integers(0, 397, 96).tolist()
 PREFIX = 24
@@ -178,3 +179,24 @@ def test_a_file_whose_name_ends_like_a_scale(tmp_path: Path) -> None:
     (tmp_path / "a:2").touch()
     assert parse_lora(f"{tmp_path}/a:2") == (tmp_path / "a:2", 1.0)
     assert parse_lora(f"{tmp_path}/a:2:3") == (tmp_path / "a:2", 3.0)
+
+
+@pytest.mark.parametrize("slots", [3, 9, 24])
+def test_adapters_and_routes_known_ahead(tmp_path: Path, slots: int) -> None:
+    model = write_tiny(tmp_path / "m.gguf", expert_type=T.Q8_0)
+    adapter = write_adapter(tmp_path / "a.gguf", "qwen3moe", random_factors(model, linear_names(model), 4))
+    prompt, trace, heads = Prompt(IDS[:PREFIX], IDS[PREFIX:60]), tmp_path / "t.parquet", tmp_path / "h.safetensors"
+    with resident(model.path, lora=[str(adapter)], trace=trace) as engine:
+        expected = run(engine, prompt)
+    with opened(
+        model.path, ordered(2), lora=[str(adapter)], routing="prerouted", routes=trace, expert_slots=slots
+    ) as engine:
+        assert_same_bits(run(engine, prompt), expected, "by the routes of the adapted model")
+        assert engine.stats()["decode"]["prerouter_agreement"] == 1.0
+    init_prerouter(model.path, heads, load_library(), hidden=8)
+    ahead = {"lora": [str(adapter)], "routing": "prerouted", "prerouter": heads}
+    with opened(model.path, expert_slots=24, prefetch=False, overlap=False, **ahead) as engine:
+        by_heads = run(engine, prompt)
+        assert len(engine.mode["lora"]) == 1 and engine.mode["prerouter"]
+    with opened(model.path, ordered(3), expert_slots=slots, **ahead) as engine:
+        assert_same_bits(run(engine, prompt), by_heads, "by heads, streamed")
