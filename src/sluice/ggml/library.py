@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import functools
 import importlib.util
 import re
 import sys
@@ -161,6 +162,8 @@ class Library:
                     ) from None
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
+        for name in ("ggml_type_size", "ggml_blck_size"):  # asked for many times for each tensor of a graph
+            setattr(self, name, functools.cache(getattr(self, name)))
         log_set = base.ggml_log_set
         log_set.restype, log_set.argtypes = None, [ptr, ptr]
         log_set(C.cast(self._silent, ptr), None)

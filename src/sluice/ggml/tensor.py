@@ -33,7 +33,7 @@ class Tensor:
     multiplies by it multiplies by it plus b a.
     """
 
-    __slots__ = ("library", "low_rank", "ptr", "shape", "strides", "type")
+    __slots__ = ("contiguous", "library", "low_rank", "ptr", "shape", "strides", "type")
 
     def __init__(self, library: Library, ptr: int, type: GgmlType, shape: Shape, strides: Shape | None = None) -> None:
         _need(bool(ptr), "ggml returned no tensor: its context is too small")
@@ -41,7 +41,9 @@ class Tensor:
         self.ptr = ptr
         self.type = type
         self.shape = shape
-        self.strides = strides or contiguous_strides(library, type, shape)
+        plain = contiguous_strides(library, type, shape)
+        self.strides = strides or plain
+        self.contiguous = self.strides == plain
         self.low_rank: tuple[Tensor, Tensor] | None = None
 
     def __repr__(self) -> str:
@@ -62,16 +64,13 @@ class Tensor:
         """The elements of a row follow each other."""
         return self.strides[0] == self.library.ggml_type_size(self.type)
 
-    @property
-    def contiguous(self) -> bool:
-        return self.strides == contiguous_strides(self.library, self.type, self.shape)
-
 
 def row_bytes(library: Library, type: GgmlType, n: int) -> int:
     """Bytes of a row of `n` elements. Raises GgmlError if `n` isn't a multiple of the type's block."""
-    block = library.ggml_blck_size(type)
-    _need(n % block == 0, lambda: f"a row of {n} is no multiple of {type.name}'s block of {block}")
-    return n // block * library.ggml_type_size(type)
+    blocks, rest = divmod(n, block := library.ggml_blck_size(type))
+    if rest:
+        raise GgmlError(f"a row of {n} is no multiple of {type.name}'s block of {block}")
+    return blocks * library.ggml_type_size(type)
 
 
 def contiguous_strides(library: Library, type: GgmlType, shape: Shape) -> Shape:
@@ -81,8 +80,9 @@ def contiguous_strides(library: Library, type: GgmlType, shape: Shape) -> Shape:
 
 def full_shape(shape: Sequence[int]) -> Shape:
     """`shape` with ones up to four dimensions."""
-    _need(1 <= len(shape) <= 4 and all(n >= 1 for n in shape), lambda: f"impossible shape {list(shape)}")
-    a, b, c, d = (*shape, *([1] * (4 - len(shape))))
+    if not (1 <= len(shape) <= 4 and min(shape) >= 1):
+        raise GgmlError(f"impossible shape {list(shape)}")
+    a, b, c, d = (*shape, 1, 1, 1)[:4]
     return a, b, c, d
 
 
@@ -162,26 +162,23 @@ class Context:
 
     def view(self, a: Tensor, shape: Sequence[int], strides: Sequence[int] = (), offset: int = 0) -> Tensor:
         """A window on `a`: `strides` are the bytes between rows, planes, cubes (contiguous where not given)."""
-        full = full_shape(shape)
-        nb = list(contiguous_strides(self.library, a.type, full))
-        for i, stride in enumerate(strides, 1):
-            nb[i] = stride
-            if i == len(strides):
-                for j in range(i + 1, 4):
-                    nb[j] = nb[j - 1] * full[j - 1]
+        full = n0, n1, n2, n3 = full_shape(shape)
+        element, row, *_ = contiguous_strides(self.library, a.type, full)
+        s1 = strides[0] if strides else row
+        s2 = strides[1] if len(strides) > 1 else s1 * n1
+        s3 = strides[2] if len(strides) > 2 else s2 * n2
         self._whole(a)
-        last = offset + sum((n - 1) * s for n, s in zip(full[1:], nb[1:], strict=True))
-        row = row_bytes(self.library, a.type, full[0])
-        last += row
-        last = max(last, offset + row * full[1] * full[2] * full[3])  # ggml aborts if rows overlap by so much
-        span = a.n_bytes if a.contiguous else sum((n - 1) * s for n, s in zip(a.shape[1:], a.strides[1:], strict=True))
-        span = span if a.contiguous else span + row_bytes(self.library, a.type, a.shape[0])
-        _need(
-            offset >= 0 and last <= span,
-            lambda: f"a view of {list(shape)} ends at byte {last} of {a!r}, which has {span}",
-        )
-        p = self.library.ggml_view_4d(self._ptr, a.ptr, *full, nb[1], nb[2], nb[3], offset)
-        return self._new(p, a.type, full, (nb[0], nb[1], nb[2], nb[3]))
+        last = offset + (n1 - 1) * s1 + (n2 - 1) * s2 + (n3 - 1) * s3 + row
+        last = max(last, offset + row * n1 * n2 * n3)  # ggml aborts if rows overlap by so much
+        if a.contiguous:
+            span = a.strides[3] * a.shape[3]
+        else:
+            span = row_bytes(self.library, a.type, a.shape[0])
+            span += sum((n - 1) * s for n, s in zip(a.shape[1:], a.strides[1:], strict=True))
+        if offset < 0 or last > span:
+            raise GgmlError(f"a view of {list(shape)} ends at byte {last} of {a!r}, which has {span}")
+        p = self.library.ggml_view_4d(self._ptr, a.ptr, n0, n1, n2, n3, s1, s2, s3, offset)
+        return Tensor(self.library, p, a.type, full, (element, s1, s2, s3))
 
     def reshape(self, a: Tensor, *shape: int) -> Tensor:
         full = full_shape(shape)
