@@ -210,10 +210,11 @@ def test_the_source_is_never_overwritten(tmp_path: Path, library: Library) -> No
     link.symlink_to(model.paths[1])
     hard.hardlink_to(model.paths[1])
     for out in (link, hard):
-        assert "the model being packed" in refusal(model.path, out, library, force=True)
+        assert "is what the packed model is made from" in refusal(model.path, out, library, force=True)
     assert "the name of a shard" in refusal(model.path, model.paths[1], library, force=True)
     single = write_tiny(tmp_path / "single.gguf", **SMALL).path
-    assert "the model being packed" in refusal(single, tmp_path / "." / "single.gguf", library, force=True)
+    there = tmp_path / "." / "single.gguf"
+    assert "is what the packed model is made from" in refusal(single, there, library, force=True)
     assert hashlib.sha256(model.paths[1].read_bytes()).digest() == whole
 
 
@@ -231,7 +232,7 @@ def test_what_can_not_be_packed(tmp_path: Path, library: Library, model: TinyMod
 
 def test_places_that_can_not_be_written(tmp_path: Path, library: Library, model: TinyModel) -> None:
     (tmp_path / "folder").mkdir()
-    assert "a directory" in refusal(model.path, tmp_path / "folder", library, force=True)
+    assert "names no file" in refusal(model.path, tmp_path / "folder", library, force=True)
     assert "no directory" in refusal(model.path, tmp_path / "none" / "out.gguf", library)
     assert "no directory" in refusal(model.path, model.path / "out.gguf", library)
     assert "can't be written" in refusal(model.path, tmp_path / ("x" * 300), library)

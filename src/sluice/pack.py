@@ -37,6 +37,7 @@ from sluice.gguf import (
 from sluice.gguf_header import ARRAY, UINT32, check_header
 from sluice.io.aligned import AlignedBuffer
 from sluice.io.files import ModelFiles
+from sluice.new_file import check_out
 
 ALIGNMENT = 4096  # of tensors and experts, bytes: what any disk reads without the page cache
 _PIECE_BYTES = 1 << 24
@@ -145,18 +146,9 @@ def _layers(file: GgufFile) -> list[_Layer]:
 
 
 def _check_out(file: GgufFile, out: Path, force: bool) -> None:
-    if out.is_dir():
-        raise InputError(f"{out}: a directory: name the file to write")
-    if out.exists() and not out.is_file():  # a device, say, which the new file would take the place of
-        raise InputError(f"{out}: not a regular file: name the file to write")
-    if not out.parent.is_dir():
-        raise InputError(f"{out}: there is no directory {out.parent}: make it first")
     if len(shard_paths(out)) > 1:
         raise InputError(f"{out}: a packed model is one file, and this is the name of a shard: choose another name")
-    if out.exists() and any(out.samefile(path) for path in file.paths):
-        raise InputError(f"{out}: the model being packed: name another file to write")
-    if os.path.lexists(out) and not force:
-        raise InputError(f"{out}: exists already: name another file, or overwrite it with --force")
+    check_out(out, force=force, keep=file.paths, made="the packed model")
 
 
 def _header(file: GgufFile, dense: list[TensorInfo], layers: list[_Layer], library: Library) -> bytes:

@@ -115,6 +115,7 @@ class ExpertStore:
         self.layout = layout
         self.n_slots = n_slots
         self.cache = ExpertCache(n_slots, policy, reserve=reserve)
+        self.listener: Callable[[Sequence[ExpertKey]], None] | None = None  # told of demands before they are met
         self._runs = layout.runs
         self._stride = layout.stride
         n_bytes = n_slots * layout.stride + SLOT_ALIGNMENT
@@ -165,6 +166,8 @@ class ExpertStore:
 
     def acquire(self, keys: Sequence[ExpertKey], tick: int, *, scan: bool = False) -> Acquired:
         """Pin `keys` and start the reads they need. What `waiting` names arrives through `arrived`."""
+        if self.listener is not None:
+            self.listener(keys)
         acquired = self.cache.acquire(keys, tick, scan=scan)
         for read in acquired.promote:
             self.reader.promote(read, tick)

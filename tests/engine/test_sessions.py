@@ -102,6 +102,12 @@ def test_whole_chunks_are_taken_over_bit_for_bit(model: Path, kv: str) -> None:
             for source, n, complaint in ((first, CHUNK, "before it has any"), (None, CHUNK, "before it has any")):
                 with pytest.raises(InputError, match=complaint):
                     second.copy(source or second, n)
+            third.rewind(0)
+            engine.decode([second], [7])
+            third.copy(second)
+            assert third.tokens == second.tokens and third.reusable == second.reusable
+            logits = engine.decode([second, third], [9, 9])
+            assert_same_bits(logits[1:], logits[:1], "after taking over all, decoded ones too")
             second.rewind(CHUNK + 5)
             assert second.reusable == CHUNK
             third.rewind(0)

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
+from engine.harness import assert_same_bits, opened
 from family_file import FamilyFile
 from family_tests import LongContextTests, Options, RefusalTests, SkippedBlockTests
 from parity import assert_transformers
 from tiny import T
+
+from sluice.errors import InputError
 
 EPS = 1e-6
 ROPE_BASE = 10000.0
@@ -259,3 +263,18 @@ def test_agrees_with_transformers(tmp_path: Path) -> None:
     model = file.write(tmp_path / "m.gguf")
     config, state = transformers_config(file), transformers_state(file, model.weights)
     assert_transformers(model, "Qwen3_5MoeForCausalLM", config, state, llamacpp=True)
+
+
+def test_a_session_taken_over_goes_on_with_its_states(tmp_path: Path) -> None:
+    model = qwen35moe(seed=3).write(tmp_path / "m.gguf")
+    ids = np.random.default_rng(3).integers(0, 200, 20).tolist()
+    with opened(model.path, expert_slots=9, streams=2) as engine, engine.session() as one, engine.session() as other:
+        one.feed(ids[:12])
+        engine.decode([one], [ids[12]])
+        with pytest.raises(InputError, match="0 are reusable"):
+            other.copy(one, 512)
+        other.copy(one)
+        assert other.tokens == ids[:13]
+        for id in ids[13:]:
+            expected = engine.decode([one], [id]).copy()
+            assert_same_bits(engine.decode([other], [id]), expected, "in the session that took it over")

@@ -176,7 +176,7 @@ class Engine:
         family = family_type(spec, weights.tensors)
         self.chunk_room = n_tokens  # tokens that a step takes at most
         self._kv = kv = enter(KVCache(self.library, spec, (kv_types[0], kv_types[1]), self.n_ctx, config.streams))
-        states = enter(RecurrentState(self.library, spec, config.streams))
+        self._states = states = enter(RecurrentState(self.library, spec, config.streams))
         workspace = enter(
             Workspace(
                 self.library, spec, n_tokens=n_tokens, n_streams=config.streams, n_ctx=self.n_ctx, n_outputs=n_outputs,
@@ -296,9 +296,11 @@ class Engine:
         return session
 
     def copy_kept(self, source: int, target: int, n: int) -> None:
-        """Keys and values of a stream's first `n` positions, for another to begin with. Use Session.copy."""
+        """What a stream keeps of its first `n` positions, for another to begin with. Use Session.copy."""
         self._check_open()
         self._kv.copy(source, target, n)
+        if self.spec.recurrent:
+            self._states.copy(source, target)
 
     # --- steps
 

@@ -67,19 +67,27 @@ class Generation:
 
     def take(self, logits: np.ndarray) -> Token | None:
         """Sample from `logits` [n_vocab]; None when that ends the text without a token to show."""
-        # some files pad the head beyond the tokens there are
-        id = self.sampler.sample(logits[: self.engine.tokenizer.n_vocab], self.session.tokens)
+        id = self.pick(logits)
         now = perf_counter()
         if self.ttft_s is None:
             self.ttft_s = now - self._began
         else:
             self.intervals_s.append(now - self._last)
         self._last = now
+        return self.accept(id)
+
+    def pick(self, logits: np.ndarray) -> int:
+        """The next token's id, sampled from `logits` [n_vocab], which the caller may have adjusted. Draws once."""
+        # some files pad the head beyond the tokens there are
+        return self.sampler.sample(logits[: self.engine.tokenizer.n_vocab], self.session.tokens)
+
+    def accept(self, id: int, *, last: bool = False) -> Token | None:
+        """Go on with `id`, after which nothing follows if `last`. Returns as `take` does, which adds the timing."""
         if id in self.engine.tokenizer.eos_ids and not self.ignore_eos:
             return self._end("stop", None)
         self.tokens.append(id)
         text = self.decoder.push(id)
-        if self.decoder.stopped:
+        if self.decoder.stopped or last:
             return self._end("stop", Token(id, text))
         # the token after the last that fits could be sampled, but its own successor could not
         if len(self.tokens) >= self.max_tokens or self.session.n_left < 1:

@@ -68,19 +68,20 @@ class Session:
             self.reusable += CHUNK
         self.tokens.extend(ids)
 
-    def copy(self, other: Session, n: int) -> None:
-        """Begin with the first `n` tokens of `other`, which keeps them, without computing anything.
+    def copy(self, other: Session, n: int | None = None) -> None:
+        """Begin with the first `n` tokens of `other`, by default all; it keeps them, and nothing is computed.
 
-        Raises InputError if this session has begun, `other` is another engine's, or `n` is more than it has `reusable`
-        or cuts a chunk.
+        All of them continue bit for bit as `other` would. Raises InputError if this session has begun, `other` is
+        another engine's, or `n` is more than it has `reusable` or cuts a chunk.
         """
-        if self.tokens or self.engine is not other.engine or -1 in (self.stream, other.stream):
+        if self.tokens or self.engine is not other.engine or -1 in (self.stream, other.stream) or other.broken:
             raise InputError("a session takes tokens from another open one of its engine before it has any of its own")
-        if not 0 <= n <= other.reusable or n % CHUNK:
+        if n is not None and (not 0 <= n <= other.reusable or n % CHUNK):
             raise InputError(f"can't take {n} tokens: {other.reusable} are reusable, in chunks of {CHUNK}")
-        self.engine.copy_kept(other.stream, self.stream, n)
-        self.tokens.extend(other.tokens[:n])
-        self.reusable = n
+        kept = other.tokens[:n]
+        self.engine.copy_kept(other.stream, self.stream, len(kept))
+        self.tokens.extend(kept)
+        self.reusable = other.reusable if n is None else n
 
     def rewind(self, n: int) -> None:
         """Forget all but the first `n` tokens. Raises InputError for a negative `n`.

@@ -58,6 +58,11 @@ class RecurrentState:
         """Make all of a stream's states zero, as before its first token."""
         ctypes.memset(self._memory.address + stream * self._stride, 0, self._stride)
 
+    def copy(self, source: int, target: int) -> None:
+        """Have the stream `target` remember what `source` does."""
+        start = self._memory.address
+        ctypes.memmove(start + target * self._stride, start + source * self._stride, self._stride)
+
     def close(self) -> None:
         self._context.close()
         self._buffer.close()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sluice.errors import InputError
+from sluice.new_file import check_out
 from sluice.trace.schema import PHASES, TraceInfo, pyarrow, schema
 
 BLOCK_BYTES = 1 << 20  # of rows kept before they are written; a row group
@@ -39,7 +40,7 @@ class TraceWriter:
         self.path, self.info = Path(os.path.expanduser(path)), info  # noqa: PTH111  (Path's raises for an unknown user)
         self._partial = self.path.with_name(self.path.name + ".partial") if self.path.name else self.path
         self._force = force
-        _check_out(self.path, force)
+        check_out(self.path, force=force, made="the trace")
         self.domains: dict[int, str] = {}
         self.n_rows = 0
         self._labels: dict[str, int] = {}
@@ -232,14 +233,3 @@ def _cause(error: BaseException) -> str:
     number = getattr(error, "errno", None)
     said = os.strerror(number) if isinstance(number, int) else str(error)
     return (said.splitlines() or [type(error).__name__])[0][:200]
-
-
-def _check_out(out: Path, force: bool) -> None:
-    if not out.name or out.is_dir():
-        raise InputError(f"{out}: a directory: name the file to write")
-    if out.exists() and not out.is_file():  # a device, say, which the new file would take the place of
-        raise InputError(f"{out}: not a regular file: name the file to write")
-    if not out.parent.is_dir():
-        raise InputError(f"{out}: there is no directory {out.parent}: make it first")
-    if os.path.lexists(out) and not force:
-        raise InputError(f"{out}: exists already: name another file, or overwrite it with --force")
