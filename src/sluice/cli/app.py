@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from sluice import __version__
+from sluice.cli.batch import batch
 from sluice.cli.bench import bench
 from sluice.cli.chat import chat
 from sluice.cli.commands import register
@@ -19,11 +20,12 @@ from sluice.cli.pack import pack
 from sluice.cli.plan import plan
 from sluice.cli.prerouter import app as prerouter_app
 from sluice.cli.run import run
+from sluice.cli.serve import serve
 from sluice.cli.simulate import simulate
 from sluice.cli.trace import app as trace_app
 
 app = typer.Typer(name="sluice", add_completion=False, pretty_exceptions_enable=False)
-alone = (run, chat, bench, inspect, pack, doctor, simulate, plan, gate)
+alone = (run, chat, serve, batch, bench, inspect, pack, doctor, simulate, plan, gate)
 register(app, {command.__name__: command for command in alone})
 app.add_typer(trace_app)
 app.add_typer(eval_app)

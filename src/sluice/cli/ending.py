@@ -13,7 +13,10 @@ from sluice.cli.signals import Terminated, raising
 from sluice.cli.terminal import note
 from sluice.errors import InputError, SluiceError
 
-COMMANDS = ("run", "chat", "bench", "inspect", "pack", "doctor", "trace", "simulate", "plan", "eval", "gate")
+COMMANDS = (
+    *("run", "chat", "serve", "batch", "bench", "inspect", "pack", "doctor", "trace", "simulate", "plan", "eval"),
+    "gate",
+)
 EXIT_FAILED, EXIT_INPUT = 1, 2
 
 

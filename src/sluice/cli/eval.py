@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sluice.cli.commands import group
+from sluice.cli.eval_tasks import tasks
 from sluice.cli.eval_texts import TextOptions
 from sluice.cli.opening import announce, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Json, Model, grouped
@@ -183,4 +184,5 @@ def _tell(result: Mapping[str, Any], reference: Mapping[str, Any] | None = None)
     note(f"{mode_text(result['mode'])}{against}; {shared}")
 
 
-app = group("eval", "Measure a model's quality on texts, and what a lossy mode costs of it.", {"ppl": ppl, "kl": kl})
+ABOUT = "Measure a model's quality on texts and tasks, and what a lossy mode costs of it."
+app = group("eval", ABOUT, {"ppl": ppl, "kl": kl, "tasks": tasks})

@@ -123,6 +123,18 @@ class Sampler:
         return start + int(np.searchsorted(within, target, side="right"))
 
 
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Natural logarithms of the softmax over the last axis of `logits` [..., n_vocab], in float64."""
+    offsets = np.subtract(logits, logits.max(axis=-1, keepdims=True), dtype=np.float64)
+    return np.subtract(offsets, np.log(np.exp(offsets).sum(axis=-1, keepdims=True)), out=offsets)
+
+
+def likeliest(values: np.ndarray, count: int) -> np.ndarray:
+    """Ids of the `count` largest of `values` [n_vocab], the largest first; of equals the lower id."""
+    ids = _largest(values, count)
+    return ids[np.argsort(-values[ids], kind="stable")]
+
+
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
     """Indices, ascending, of the `count` largest of `values`; of equals the first."""
     if count >= values.size:

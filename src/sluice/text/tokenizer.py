@@ -21,6 +21,7 @@ _C_SPACES = " \t\n\v\f\r"  # what C's isspace() says in llama.cpp, which strips 
 _BPE_MODELS = ("gpt2", "gemma4")
 MODELS = (*_BPE_MODELS, "llama")
 _NEWLINES = re.compile("(\n+)")
+LONG_TEXT = 10_000  # characters that BPE takes some milliseconds for
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -209,12 +210,18 @@ class _BpeEncoder:
 
     def encode(self, text: str) -> list[int]:
         if not self._newline_runs:
-            return self._engine.encode(text, add_special_tokens=False).ids
+            return self._encode(text)
         out: list[int] = []
         for piece in filter(None, _NEWLINES.split(text)):
             whole = self._ids.get(piece) if piece[0] == "\n" else None
-            out += [whole] if whole is not None else self._engine.encode(piece, add_special_tokens=False).ids
+            out += [whole] if whole is not None else self._encode(piece)
         return out
+
+    def _encode(self, text: str) -> list[int]:
+        if len(text) < LONG_TEXT:
+            return self._engine.encode(text, add_special_tokens=False).ids
+        # of the two, this lets other threads run meanwhile
+        return self._engine.encode_batch([text], add_special_tokens=False)[0].ids
 
 
 def _flag(meta: Mapping[str, object], name: str, default: bool) -> bool:
