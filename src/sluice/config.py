@@ -60,7 +60,8 @@ def _whole(value: Any) -> int:
 class EngineConfig:
     """How to open an engine. Sizes in bytes; None lets the engine choose.
 
-    `expert_slots` sets the pool directly; `ram`, if given too, must hold it. `overlap=False` waits for all of a
+    `expert_slots` sets the pool directly; `ram`, if given too, must hold it. `beside` of it is left to what else the
+    process does, as a server. `overlap=False` waits for all of a
     layer's experts before computing any. `read_rate` emulates a disk of that many bytes a second. `ggml` names a
     folder with other ggml libraries. `reader` is how experts are read: by io_uring, by `io_threads` threads, or
     what suits best (auto). `trace` names a file to record routes in, with the scores of all experts if `trace_scores`;
@@ -75,6 +76,7 @@ class EngineConfig:
     """
 
     ram: int | None = None
+    beside: int = 0
     expert_slots: int | None = None
     ctx: int | None = None
     threads: int | None = None
@@ -108,6 +110,9 @@ class EngineConfig:
             if (whole := _whole(value)) < 1:
                 raise InputError(f"{name} is {value!r}: give a whole number of at least 1")
             object.__setattr__(self, name, whole)  # numpy's integers overflow
+        if (beside := _whole(self.beside)) < 0:
+            raise InputError(f"beside is {self.beside!r}: give a number of bytes")
+        object.__setattr__(self, "beside", beside)
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))
         elif self.trace_scores or self.trace_force:

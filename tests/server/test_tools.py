@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra [serve]")
 
-from formats_kit import TOOLS, WEATHER, cuts, function, replies, sample, split, tokenizer
+from formats_kit import EOS, TOOLS, WEATHER, cuts, function, replies, sample, split, tokenizer
 
 from sluice.errors import InputError
 from sluice.server.formats import Format, check_tools
 from sluice.server.splitter import HARMONY
-from sluice.server.structured import TriggeredMask, control_token
+from sluice.server.structured import TriggeredMask
 from sluice.text.chat import render_chat
 
 D = "\uff5cDSML\uff5c"
@@ -28,7 +28,7 @@ def token(name: str) -> str:
 
 def templated(*markers: str) -> str:
     """A template that shows tools and speaks of these markers."""
-    return "{% if tools %}{{ tools | tojson }}{% endif %}" + "".join("{{ " + json.dumps(m) + " }}" for m in markers)
+    return "{% if tools %}{{ tools | tojson }}{% endif %}" + "\n".join(markers)
 
 
 # By format: what the template holds, and a reply with two calls, text before them where the format has room for it.
@@ -85,8 +85,8 @@ FORMATS: dict[str, tuple[list[str], str]] = {
     ),
     "minimax": (
         ["<minimax:tool_call>", "<invoke name="],
-        'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n<parameter '
-        'name="days">3</parameter>\n</invoke>\n<invoke name="write_file">\n<parameter name="path">a.txt</parameter>\n'
+        'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="write_file">\n<parameter name="path">a.txt</parameter>\n'
         '<parameter name="text">say "hi"\n<b>é</b></parameter>\n<parameter name="tags">["x", "y"]</parameter>\n'
         "</invoke>\n</minimax:tool_call>",
     ),
@@ -167,7 +167,7 @@ FORMATS: dict[str, tuple[list[str], str]] = {
         + "}\n]<|END_ACTION|>",
     ),
     "llama": (
-        ['{"name": ', '"parameters": '],
+        ["<|start_header_id|>", '"parameters": '],
         'I look.<|python_tag|>{"name": "get_weather", "parameters": ' + json.dumps(OSLO) + '}; {"type": "function", '
         '"name": "write_file", "parameters": ' + json.dumps(NOTE) + "}",
     ),
@@ -202,9 +202,10 @@ def test_whatever_is_cut_off_nothing_is_lost_and_nothing_breaks(name: str) -> No
         reply = split(format.splitter(tokenizer(), tools=TOOLS), [text[:end]])
         assert all(called in ("get_weather", "write_file") for called, _ in reply.calls)
         if not reply.calls:
-            assert reply.content in (text[:end], text[:end].rstrip())
-        else:
-            assert reply.content == "I look."
+            assert reply.content == text[:end]
+        else:  # of a further call that is none yet
+            rest = reply.content.removeprefix("I look.")
+            assert rest != reply.content and text[:end].endswith(rest)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -241,7 +242,7 @@ def test_names_and_strings_that_a_parser_may_trip_over() -> None:
     assert json.loads(reply.calls[0][1]) == arguments and reply.content == "tail"
     # an unknown function is still a call, which the client can refuse; a closing brace too few changes nothing
     reply = replies(format, '<tool_call>\n{"name": "fly", "arguments": {"a": {"b": 1}}\n</tool_call>')
-    assert reply.calls == [("fly", '{"a": {"b": 1}}')] and not reply.content.strip("\n </tool_call>")
+    assert reply.parts == ("", "", [("fly", '{"a": {"b": 1}}')])
     assert replies(format, '<tool_call>{"name": "get_weather"}</tool_call>').calls == [("get_weather", "{}")]
     nested = '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}</tool_call>'
     assert replies(format, nested).calls == [("f", "{}")]
@@ -271,7 +272,8 @@ def test_values_between_tags_get_the_types_of_the_schema() -> None:
 
     for key, text, meant in (
         ("s", "1", "1"), ("s", "", ""), ("s", " a\n\nb ", " a\n\nb "), ("s", "null", "null"), ("n", "1", 1),
-        ("n", "1.5", 1.5), ("n", "many", "many"), ("b", "True", True), ("b", "false", False), ("o", '{"a": [1]}', {"a": [1]}),
+        ("n", "1.5", 1.5), ("n", "many", "many"), ("b", "True", True), ("b", "false", False),
+        ("o", '{"a": [1]}', {"a": [1]}),
         ("sn", "null", None), ("sn", "5", "5"), ("e", "1", "1"), ("u", "5", 5), ("u", "x", "x"), ("any", "[1]", [1]),
         ("any", "x y", "x y"), ("r", "2", 2), ("unknown", "3", 3), ("o", "[" * 5000, "[" * 5000),
     ):  # fmt: skip
@@ -367,8 +369,7 @@ def test_with_auto_a_call_is_held_to_the_schema_once_it_has_begun() -> None:
     assert free()
     take("</think> well <tool_call>")
     assert not free()
-    text, ended = "", False
-    rng = np.random.default_rng(1)
+    text, rng = "", np.random.default_rng(1)
     while not free():
         logits = rng.normal(size=words.n_vocab).astype(np.float32) * 3
         logits[words.encode("</tool_call>", bos=False)[0]] += len(text) / 10
@@ -377,8 +378,8 @@ def test_with_auto_a_call_is_held_to_the_schema_once_it_has_begun() -> None:
         token = int(logits.argmax())
         text += words.token_bytes(token).decode("latin-1")
         mask.accept(token)
-    assert text.endswith("</tool_call>") and not mask.ended and not ended
-    called = json.loads(text.removesuffix("</tool_call>"))
+    assert text.removesuffix(EOS).endswith("</tool_call>") and not mask.ended
+    called = json.loads(text.removesuffix(EOS).removesuffix("</tool_call>"))
     assert called["name"] in ("get_weather", "write_file")
     take(" and then text")
     assert free()
@@ -439,7 +440,7 @@ def test_choices_of_tools() -> None:
 
 def test_tools_are_checked_and_completed() -> None:
     assert check_tools(None) is None and check_tools([]) is None
-    (plain,) = check_tools([{"type": "function", "function": {"name": "f"}}]) or ()
+    [plain] = check_tools([{"type": "function", "function": {"name": "f"}}]) or []
     assert plain["function"] == {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
     deep: dict[str, Any] = {}
     for _ in range(5000):
@@ -481,9 +482,3 @@ def test_earlier_calls_reach_templates_as_they_expect_them() -> None:
         wrong = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
         with pytest.raises(InputError, match="no JSON object"):
             Format.of(objects).messages(wrong)
-
-
-def test_a_marker_is_a_control_token_or_text() -> None:
-    words = tokenizer(("<tool_call>",), ("</tool_call>",))
-    assert control_token(words, "<tool_call>") is not None
-    assert control_token(words, "</tool_call>") is None and control_token(words, "") is None

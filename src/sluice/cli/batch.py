@@ -54,7 +54,7 @@ def batch(
 
     check_extra()
     from sluice.server.batch_files import Answers, Requests
-    from sluice.server.limits import Limits
+    from sluice.server.limits import SERVER_BYTES, Limits
     from sluice.server.offline import ENVELOPE_BYTES
 
     if out.exists() and given.exists() and out.samefile(given):
@@ -74,6 +74,7 @@ def batch(
                 emit({"lines": requests.n_lines, "skipped": kept, "answered": 0, "failed": 0, "left": 0})
             return 0
         path = resolve_model(model)
+        config = replace(config, beside=SERVER_BYTES)
         streams = min(widest(path, config), 4 * left) if max_streams is None else max_streams
         with open_engine(path, replace(config, streams=streams), stop) as opened:
             announce(opened)

@@ -102,6 +102,7 @@ def serve(
     check_extra()
     import sluice.server.app  # noqa: F401  # before the engine measures what the process takes
     from sluice.server.auth import is_loopback
+    from sluice.server.limits import SERVER_BYTES
     from sluice.server.listening import bind
 
     keys = _keys(api_key, api_key_file)
@@ -109,6 +110,7 @@ def serve(
         raise InputError(f"--host {host} lets other machines in, so an API key is needed: give --api-key-file")
     path = resolve_model(model)
     name = model if model in BUILT_IN else None
+    config = replace(config, beside=SERVER_BYTES)
     with deferred() as stop, bind(host, port) as bound:
         streams = streams_for(path, config) if max_streams is None else max_streams
         with open_engine(path, replace(config, streams=streams), stop) as opened:

@@ -24,11 +24,12 @@ class MemoryNeeds:
     work: int  # ggml's own work buffer
     heads: int = 0  # of a prerouter
     adapters: int = 0
+    beside: int = 0  # what the process does beside the engine
 
     @property
     def fixed(self) -> int:
         counted = self.process + self.dense + self.kv + self.workspace + self.scratch + self.work + self.heads
-        return counted + self.adapters + HOST_BYTES
+        return counted + self.adapters + self.beside + HOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,7 @@ class Engine:
             work=ROW_MAP_BYTES + n_tokens * max(spec.n_embd, spec.n_ff, spec.mixer_width) * 4,
             heads=0 if heads is None else heads.n_bytes,
             adapters=0 if lora is None else lora.n_bytes,
+            beside=config.beside,
         )
         self.plan: MemoryPlan = plan_memory(
             needs, layout.stride, ram=config.ram, free=free_bytes(), expert_slots=config.expert_slots,

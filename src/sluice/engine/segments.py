@@ -19,7 +19,7 @@ from sluice.models.recurrent import RecurrentState
 from sluice.models.spec import ModelSpec
 
 KEPT_SHAPES = 4  # batch shapes whose graphs are kept for reuse
-KEPT_NODES = 1 << 18  # that a shape's joined graphs may have room for, at some 50 bytes each
+KEPT_NODES = 1 << 18  # that all joined graphs may have room for, at some 50 bytes each
 SHARED_TENSORS = 40  # more than a graph of shared experts has
 # More than a layer has, and more than it has beside these of each stream, without states and with them
 LAYER_TENSORS, STREAM_TENSORS, STATE_TENSORS = 112, 32, 64
@@ -162,9 +162,12 @@ class SegmentGraphs:
         if key not in kept:
             kept[key] = chained(*parts)
             built.joined_nodes += kept[key][1].n_nodes
-            while len(kept) > 1 and built.joined_nodes > KEPT_NODES:
-                context, graph = kept.popitem(last=False)[1]
-                built.joined_nodes -= graph.n_nodes
+            while sum(each.joined_nodes for each in self._shapes.values()) > KEPT_NODES:
+                oldest = next(each for each in self._shapes.values() if each.joined)
+                if oldest is built and len(kept) == 1:
+                    break
+                context, graph = oldest.joined.popitem(last=False)[1]
+                oldest.joined_nodes -= graph.n_nodes
                 context.close()
         kept.move_to_end(key)
         return kept[key][1]

@@ -160,8 +160,8 @@ def _json_call(reader: Reader, calls: Calls, depth: int = 0) -> Reading[None]:
     yield from reader.expect("{")
     name: str | None = None
     pending: list[str] = []
-    begun, id = False, ""
-    while (yield from reader.accept("}")) is None:
+    begun, closed, id = False, False, ""
+    while not (closed := (yield from reader.accept("}")) is not None):
         yield from reader.skip_space()
         key = yield from reader.string()
         if key is None or (yield from reader.accept(":")) is None:
@@ -195,7 +195,7 @@ def _json_call(reader: Reader, calls: Calls, depth: int = 0) -> Reading[None]:
             id = _unquoted("".join(parts))
         yield from reader.accept(",")
     if not begun:
-        if name is None:
+        if name is None or not (closed or pending):
             raise Unexpected
         calls.begin(name, id)
         calls.arguments("".join(pending) or "{}")

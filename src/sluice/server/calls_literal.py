@@ -47,8 +47,11 @@ class LiteralCalls:
     def read(self, reader: Reader, calls: Calls) -> Reading[None]:
         yield from reader.expect(self.opener)
         parts: list[str] = []
-        if (yield from reader.until((self.closer,), parts.append)):
-            yield from reader.accept(self.closer)
+        found = yield from reader.until((self.closer, self.opener), parts.append)
+        if found == self.opener:
+            raise Unexpected
+        if found:
+            yield from reader.accept(found)
         text = "".join(parts)
         for name, arguments in _from_json(text) or _Literals(text).calls(self.python):
             calls.begin(name)

@@ -190,6 +190,6 @@ def _delta(delta: Delta) -> dict[str, Any]:
             return {"reasoning_content": delta.text}
         case "name":
             function = {"name": delta.text, "arguments": ""}
-            return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
+            return {"tool_calls": [{"index": delta.call, "id": delta.id, "type": "function", "function": function}]}
         case _:
-            return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+            return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.text}}]}

@@ -24,7 +24,7 @@ from typing import Any
 
 from sluice.errors import InputError, TemplateError
 from sluice.server.splitter import HARMONY, Delta, HarmonySplitter, Splitter, call_id
-from sluice.server.structured import Grammar, GrammarMask, TriggeredMask, control_token, single_token
+from sluice.server.structured import Grammar, GrammarMask, TriggeredMask, single_token
 from sluice.server.syntaxes import syntax_of
 from sluice.server.thinking import block_of, variables, words
 from sluice.server.tools import Tool, arguments_of, check_tools
@@ -36,6 +36,7 @@ __all__ = ["Delta", "Format", "Splitter", "check_tools"]
 _TAIL = 4096  # characters of a prompt that say what a reply continues
 _NO_MARKER = r"([^<]|<+[^<|])*<*"  # text in which no harmony marker begins
 _BLANKS = 8  # white space between reasoning and what a grammar forces
+_TRAILING = 2  # and after calls, where some models break the line
 
 Mask = GrammarMask | TriggeredMask
 
@@ -178,8 +179,8 @@ class Format:
         if self.harmony:
             return g.compiled(_harmony_start(g, answer, called), "the grammar of this request")
         parts = [] if answer is None else [answer]
-        if called:
-            parts.append(g.rule(self.syntax.grammar(g, called, many)) if self.syntax else "")
+        if called and self.syntax is not None:
+            parts.append(f"{g.rule(self.syntax.grammar(g, called, many))} {g.space(_TRAILING)}")
         start = f"{self._reasoning(g, tail)} ({' | '.join(parts)})"
         return g.compiled(start, "the grammar of this request")
 
@@ -199,7 +200,8 @@ class Format:
         if syntax is None or trigger is None:
             return None
         g = Grammar(tokenizer)
-        start = g.compiled(syntax.grammar(g, offered, parallel), "the grammar of these tools")
+        calls = f"{syntax.grammar(g, offered, parallel)} {g.space(_TRAILING)}"
+        start = g.compiled(calls, "the grammar of these tools")
         block = self.block
         reasoning: tuple[int | None, int | None, bool] = (None, None, False)
         if block is not None:
@@ -221,8 +223,8 @@ def _shown(format: Format, tokenizer: Tokenizer) -> dict[int, str]:
         texts.update(format.syntax.markers)
     if format.block is not None:
         texts.update((*format.block.markers, *(format.block.answer or ())))
-    found = {text: control_token(tokenizer, text) for text in texts if text}
-    return {token: text for text, token in found.items() if token is not None}
+    found = {text: single_token(tokenizer, text) for text in texts}
+    return {token: text for text, token in found.items() if token is not None and tokenizer.is_control(token)}
 
 
 def _wanted(response_format: Mapping[str, Any] | None) -> tuple[Any, bool] | None:

@@ -22,12 +22,12 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"
 
 
 class Delta(NamedTuple):
-    """A piece of a reply: "content" and "reasoning" `text`; "name" begins call `index` of function `text` with `id`;
-    "arguments" is the next piece of that call's JSON."""
+    """A piece of a reply: "content" and "reasoning" `text`; "name" begins call number `call`, which has an `id` and is
+    of the function `text`; "arguments" is the next piece of that call's JSON."""
 
     kind: Literal["content", "reasoning", "name", "arguments"]
     text: str
-    index: int = 0
+    call: int = 0
     id: str = ""
 
 
@@ -154,7 +154,7 @@ class Splitter:
 
     def _emit(self, delta: Delta) -> None:
         last = self._out[-1] if self._out else None
-        if last is not None and delta.kind != "name" and (last.kind, last.index) == (delta.kind, delta.index):
+        if last is not None and delta.kind != "name" and (last.kind, last.call) == (delta.kind, delta.call):
             self._out[-1] = last._replace(text=last.text + delta.text)
         else:
             self._out.append(delta)

@@ -8,6 +8,7 @@ references leave no document, and llguidance works within limits of its own (LIM
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_SCHEMA_BYTES = 128 << 10
-MAX_SCHEMA_NODES = 8192  # objects, lists and values of a schema
+MAX_SCHEMA_NODES = 4096  # objects, lists and values of a schema
 MAX_SCHEMA_DEPTH = 64
 # llguidance recurses through schemas, along their references too, at 5 to 8 KB a value, and has no limit to that. A
 # thread's usual stack may be as small as 512 KiB; this one's holds all the values that a schema may have.
@@ -38,9 +39,11 @@ LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# White space between JSON's parts, at most so much of it in one place: a model can't spend its answer on blanks.
-JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-_ANY = r"(?s:.*)"  # any text; control tokens are none
+# White space between JSON's parts: a blank or two, or one line break and some indentation. A model can't spend its
+# answer on more.
+JSON_SPACE = r"[ ]{1,2}|\r?\n[ \t]{0,32}"
+_ANY = r"(?s:.*)"  # any text; reserved tokens are none
+_MARKER = re.compile(rb"<\|[^<>]+\|>|<\xef\xbd\x9c[^<>]+\xef\xbd\x9c>")  # the latter with DeepSeek's wide bars
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 _building, _starting = threading.Lock(), threading.Lock()
@@ -57,7 +60,7 @@ class GrammarMask:
     @property
     def ended(self) -> bool:
         """Whether the grammar is complete and nothing but the end of the text may follow."""
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def allow(self, logits: np.ndarray) -> None:
         """Sets what may not come next to -inf in `logits`, [n_vocab or more] floats, in place.
@@ -75,11 +78,12 @@ class GrammarMask:
         logits[allowed.size :] = -np.inf
 
     def accept(self, token: int) -> None:
-        """Takes in the token that was chosen. Raises SluiceError for one that `allow` ruled out."""
-        if self._matcher.is_stopped() and not self._matcher.is_error():
+        """Take in the token chosen. Raises InputError for one that `allow` ruled out, and past LIMITS."""
+        if self.ended:
             return  # the end of the text
         if not self._matcher.consume_token(token):
-            raise SluiceError(f"token {token} is outside the grammar: {_first_line(self._matcher.get_error())}")
+            said = _first_line(self._matcher.get_error())
+            raise InputError(f"the grammar can't be followed past token {token}: {said}")
 
 
 class TriggeredMask:
@@ -127,8 +131,8 @@ class Grammar:
         return json.dumps(text, ensure_ascii=False) if text else '""'
 
     def marker(self, text: str) -> str:
-        """This text as the model writes it: its control token if the vocabulary has one, else the text."""
-        token = control_token(self.tokenizer, text)
+        """This text as the model writes it: its reserved token if the vocabulary has one, else the text."""
+        token = reserved_token(self.tokenizer, text)
         return self.text(text) if token is None else f"<[{token}]>"
 
     def rule(self, body: str, *, lazy: bool = False) -> str:
@@ -138,7 +142,7 @@ class Grammar:
 
     def until(self, marker: str, *, text: str = _ANY) -> str:
         """Text that the regular expression `text` matches, up to the first `marker`, and that marker."""
-        if control_token(self.tokenizer, marker) is not None:
+        if reserved_token(self.tokenizer, marker) is not None:
             return f"({self.rule(f'/{text}/')} {self.marker(marker)})"
         name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: /{text}/ {self.text(marker)}")
@@ -225,10 +229,16 @@ def check_schema(schema: object, what: str = "the schema") -> None:
 
 
 @lru_cache(maxsize=4096)
-def control_token(tokenizer: Tokenizer, text: str) -> int | None:
-    """The control token whose text is `text`; None if the vocabulary has none."""
-    ids = tokenizer.encode(text, special=True, bos=False) if text else []
-    return ids[0] if len(ids) == 1 and tokenizer.is_control(ids[0]) else None
+def reserved_token(tokenizer: Tokenizer, text: str) -> int | None:
+    """The token with this text that is no content, or the marker of a format; None if the vocabulary has none."""
+    token = single_token(tokenizer, text)
+    return token if token is not None and _reserved(tokenizer, token) else None
+
+
+def _reserved(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether grammars let this token come only where they name it: control tokens, and those that look like some
+    (`<|channel|>`), which files may declare to be content so that they are shown."""
+    return tokenizer.is_control(token) or _MARKER.fullmatch(tokenizer.token_bytes(token)) is not None
 
 
 def single_token(tokenizer: Tokenizer, text: str) -> int | None:
@@ -266,7 +276,7 @@ class _Wrapped:
         self._tokenizer = tokenizer
         n = tokenizer.n_vocab
         self.eos_token_id = eos
-        self.special_token_ids = [i for i in range(n) if tokenizer.is_control(i) or i in tokenizer.eos_ids]
+        self.special_token_ids = [i for i in range(n) if _reserved(tokenizer, i) or i in tokenizer.eos_ids]
         self.tokens = [tokenizer.token_bytes(i) for i in range(n)]
         if eos == n:
             self.tokens.append(b"<end>")

@@ -96,15 +96,15 @@ _FORMATS: tuple[tuple[str, tuple[str, ...], Callable[[str], Syntax]], ...] = (
     ("lfm2", ("<|tool_call_start|>",), lambda t: LiteralCalls("<|tool_call_start|>", "<|tool_call_end|>", python=True)),
     ("lfm2", ("<|tool_list_start|>",), lambda t: LiteralCalls("<|tool_call_start|>", "<|tool_call_end|>", python=True)),
     ("gemma", ("<|tool_call>", "<tool_call|>"), lambda t: LiteralCalls("<|tool_call>", "<tool_call|>", python=False)),
-    ("hermes", ("<tool_call>",), lambda t: HERMES),
     ("tool_calls", ("<tool_calls>", "</tool_calls>"), _listed),
+    ("hermes", ("<tool_call>",), lambda t: HERMES),
     ("granite", ("<|tool_call|>",), lambda t: JsonCalls("<|tool_call|>", layout="list")),
     ("nemotron", ("<TOOLCALL>",), lambda t: JsonCalls("<TOOLCALL>", "</TOOLCALL>", layout="list")),
     (
         "cohere", ("<|START_ACTION|>",),
         lambda t: JsonCalls("<|START_ACTION|>", "<|END_ACTION|>", "list", ("tool_name", "parameters")),
     ),
-    ("llama", ('"parameters": ',), lambda t: JsonCalls("<|python_tag|>", "", "lines", ("name", "parameters"), True)),
+    ("llama", ('"parameters": ', "<|start_header_id|>"), lambda t: JsonCalls("<|python_tag|>", "", "lines", ("name", "parameters"), True)),
 )  # fmt: skip
 
 

@@ -87,7 +87,9 @@ def variables(template: str, effort: str | None, enable: bool | None) -> dict[st
             out["thinking_budget"] = 0
         if effort is None and not enable:
             effort = "none"
-    for name in names & {"reasoning_effort", "thinking_effort"} if effort is not None else ():
+    if effort is None:
+        return out
+    for name in names & {"reasoning_effort", "thinking_effort"}:
         wanted = _EFFORTS.get(effort, (effort,))
         known = [each for each in wanted if each in texts]
         if "<|channel|>" in template:  # gpt-oss names its default alone of the three that it was trained on
