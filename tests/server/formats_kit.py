@@ -16,7 +16,8 @@ from sluice.text.tokenizer import Tokenizer
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 EOS = "<|im_end|>"
 WORDS = (
-    '{"', '":', '": "', '", "', "name", "arguments", " the", "\n\n", "    ", "true", "false", "0", "12", '"}', "}}", "é",
+    '{"', '":', '": "', '", "', "name", "arguments", " the", "\n\n", "    ", "true", "false", "0", "12", '"}', "}}",
+    "é",
 )  # fmt: skip
 
 

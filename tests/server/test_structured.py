@@ -13,7 +13,9 @@ import pytest
 from tiny import T, write_tiny
 
 pytest.importorskip("llguidance", reason="needs the extra [serve]")
-resource = pytest.importorskip("resource", reason="needs a POSIX system's count of memory")
+pytest.importorskip("resource", reason="needs a POSIX system's count of memory")
+
+import resource
 
 from formats_kit import EOS, TOOLS, sample, tokenizer
 

@@ -86,7 +86,8 @@ FORMATS: dict[str, tuple[list[str], str]] = {
     "minimax": (
         ["<minimax:tool_call>", "<invoke name="],
         'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
-        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="write_file">\n<parameter name="path">a.txt</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n'
+        '<invoke name="write_file">\n<parameter name="path">a.txt</parameter>\n'
         '<parameter name="text">say "hi"\n<b>é</b></parameter>\n<parameter name="tags">["x", "y"]</parameter>\n'
         "</invoke>\n</minimax:tool_call>",
     ),

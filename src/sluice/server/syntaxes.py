@@ -104,7 +104,10 @@ _FORMATS: tuple[tuple[str, tuple[str, ...], Callable[[str], Syntax]], ...] = (
         "cohere", ("<|START_ACTION|>",),
         lambda t: JsonCalls("<|START_ACTION|>", "<|END_ACTION|>", "list", ("tool_name", "parameters")),
     ),
-    ("llama", ('"parameters": ', "<|start_header_id|>"), lambda t: JsonCalls("<|python_tag|>", "", "lines", ("name", "parameters"), True)),
+    (
+        "llama", ('"parameters": ', "<|start_header_id|>"),
+        lambda t: JsonCalls("<|python_tag|>", "", "lines", ("name", "parameters"), True),
+    ),
 )  # fmt: skip
 
 
