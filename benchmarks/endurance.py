@@ -225,7 +225,7 @@ def main() -> None:
     add = parser.add_argument
     add("--model", default="demo")
     add("--minutes", type=float, default=30.0)
-    add("--ram", default="640M", help="the server's budget")
+    add("--ram", default="768M", help="the server's budget")
     add("--ctx", type=int, default=LEAST_CTX + 104)
     add("--streams", type=int, default=4)
     add("--queue", type=int, default=12)

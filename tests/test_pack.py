@@ -232,7 +232,7 @@ def test_what_can_not_be_packed(tmp_path: Path, library: Library, model: TinyMod
 
 def test_places_that_can_not_be_written(tmp_path: Path, library: Library, model: TinyModel) -> None:
     (tmp_path / "folder").mkdir()
-    assert "names no file" in refusal(model.path, tmp_path / "folder", library, force=True)
+    assert "a directory" in refusal(model.path, tmp_path / "folder", library, force=True)
     assert "no directory" in refusal(model.path, tmp_path / "none" / "out.gguf", library)
     assert "no directory" in refusal(model.path, model.path / "out.gguf", library)
     assert "can't be written" in refusal(model.path, tmp_path / ("x" * 300), library)

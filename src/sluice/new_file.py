@@ -15,7 +15,7 @@ def check_out(path: str | Path, *, force: bool, keep: Sequence[Path] = (), made:
     """Raise InputError where `made` can't be written to `path`. `keep` are files that are never overwritten."""
     path = Path(path)
     if not path.name or path.is_dir():
-        raise InputError(f"{path}: names no file: name the file to write")
+        raise InputError(f"{path}: a directory names no file: name the file to write")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no directory {path.parent}: make it first")
     if path.exists() and not path.is_file():  # a device, say, which the new file would take the place of
