@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from sluice.server.errors import ApiError, bad
 from sluice.server.limits import Limits
@@ -50,6 +51,8 @@ class Bodies:
                         )  # fmt: skip
                     self._room -= len(piece)
                     pieces.append(piece)
+        except ClientDisconnect:  # nobody hears this
+            raise ApiError(400, "the connection closed before the body was complete", code="client_left") from None
         except TimeoutError:
             raise ApiError(408, f"the body took longer than {self._limits.body_s:g} s to arrive") from None
 
