@@ -151,3 +151,11 @@ def test_a_streamed_prompt_is_timed_alone(synthetic: Path) -> None:
         assert one["ledger"]["decode"]["steps"] == 0
         assert one["prefill_tok_per_s"] > 0
         assert one["decode_s"] is None
+
+
+def test_a_server_answers_many_as_it_answers_one(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "served.gguf").path
+    words = ("--parts=exactness", "--exact=4", "--exact-gen=4", "--exact-longest=16", "--threads=1")
+    [result] = run("serving.py", f"--model={model}", *words)
+    verdicts = {row["row"]: row["verdict"] for row in result["rows"]}
+    assert "pass" in verdicts.values() and "fail" not in verdicts.values(), result["rows"]

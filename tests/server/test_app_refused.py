@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -175,6 +176,22 @@ def test_a_body_that_does_not_arrive(server: Served) -> None:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                     b"Content-Length: 100\r\n\r\n{")  # fmt: skip
         assert raw.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_who_leaves_within_a_body_is_no_fault(server: Served, http: httpx.Client) -> None:
+    def refused() -> int:
+        counts = re.findall(r'^sluice_requests_refused_total\{status="400"\} (\d+)', http.get("/metrics").text, re.M)
+        return int(counts[0]) if counts else 0
+
+    before, address = refused(), server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=60) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: 100\r\n\r\n{")  # fmt: skip
+    deadline = monotonic() + 30
+    while refused() == before:
+        assert monotonic() < deadline
+        sleep(0.01)
+    assert server.faults == []
 
 
 def test_other_sites_pages_get_nothing(http: httpx.Client) -> None:
