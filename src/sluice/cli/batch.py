@@ -133,8 +133,7 @@ def _run(
     from sluice.server.worker import Worker
 
     limits, streams = Limits.for_context(engine.n_ctx), engine.config.streams
-    name = "demo" if model == "demo" else model_id(engine.file.paths[0])
-    served = ServedModel(engine, name, created=int(time.time()))
+    served = ServedModel(engine, model_id(model, engine.file.paths[0]), created=int(time.time()))
     service = Worker(engine, max_queue=most_jobs(streams, limits))
     ended: BaseException | None = None
     with progress_bar("answering", stop.check) as progress:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MAX_STREAMS = 8  # unless told otherwise; their context may take a quarter of what experts would have
 CONTEXT_SHARE = 0.25
-BUILT_IN = ("demo", "nano")
 _SERVING = "Serving"
 
 
@@ -104,19 +103,19 @@ def serve(
     from sluice.server.auth import is_loopback
     from sluice.server.limits import SERVER_BYTES
     from sluice.server.listening import bind
+    from sluice.server.model import model_id
 
     keys = _keys(api_key, api_key_file)
     if not keys and not is_loopback(host):
         raise InputError(f"--host {host} lets other machines in, so an API key is needed: give --api-key-file")
     path = resolve_model(model)
-    name = model if model in BUILT_IN else None
     config = replace(config, beside=SERVER_BYTES)
     with deferred() as stop, bind(host, port) as bound:
         streams = streams_for(path, config) if max_streams is None else max_streams
         with open_engine(path, replace(config, streams=streams), stop) as opened:
             announce(opened)
-            limits = Limits(deadline_s=deadline, max_queue=max_queue, max_tpot_s=max_tpot, drain_s=drain)
-            _serve(opened, name, bound, host, keys, limits, stop)
+            asked = Asked(deadline_s=deadline, max_queue=max_queue, max_tpot_s=max_tpot, drain_s=drain)
+            _serve(opened, model_id(model, opened.file.paths[0]), bound, host, keys, asked, stop)
         tell_trace(opened)
     return stop.exit_code
 
@@ -133,7 +132,7 @@ def streams_for(path: Path, config: EngineConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Asked:
     """What the options said of requests; times in seconds."""
 
     deadline_s: float | None
@@ -154,22 +153,22 @@ def _keys(key: str | None, file: Path | None) -> Keys:
     return Keys([given] if given else [])
 
 
-def _serve(engine: Engine, name: str | None, bound: socket, host: str, keys: Keys, limits: Limits, stop: Stop) -> None:
+def _serve(engine: Engine, name: str, bound: socket, host: str, keys: Keys, asked: Asked, stop: Stop) -> None:
     """Serve until `stop` asks for the end; say where, and at the end what was done."""
     from sluice.engine.report import mode_text
-    from sluice.server import limits as bounds
     from sluice.server.app import Serving, build_app
+    from sluice.server.limits import Limits
     from sluice.server.listening import listen, serve, url_of
     from sluice.server.metrics import Metrics
-    from sluice.server.model import ServedModel, model_id
+    from sluice.server.model import ServedModel
     from sluice.server.worker import Worker
 
-    model = ServedModel(engine, name or model_id(engine.file.paths[0]), created=int(time.time()))
-    service = Worker(engine, max_queue=limits.max_queue, max_step_s=limits.max_tpot_s)
+    model = ServedModel(engine, name, created=int(time.time()))
+    service = Worker(engine, max_queue=asked.max_queue, max_step_s=asked.max_tpot_s)
     try:
         serving = Serving(
-            service, model, keys, host=host, deadline_s=limits.deadline_s,
-            limits=bounds.Limits.for_context(engine.n_ctx), metrics=Metrics(note),
+            service, model, keys, host=host, deadline_s=asked.deadline_s,
+            limits=Limits.for_context(engine.n_ctx), metrics=Metrics(note),
         )  # fmt: skip
         app = build_app(serving)
         listen(bound)
@@ -178,7 +177,7 @@ def _serve(engine: Engine, name: str | None, bound: socket, host: str, keys: Key
 
         def draining(n: int) -> None:
             if n:
-                note(f"finishing {n} request{'s' * (n > 1)}, at most {limits.drain_s:g} s; Ctrl-C again ends at once")
+                note(f"finishing {n} request{'s' * (n > 1)}, at most {asked.drain_s:g} s; Ctrl-C again ends at once")
 
         signals: list[int] = []
 
@@ -190,7 +189,7 @@ def _serve(engine: Engine, name: str | None, bound: socket, host: str, keys: Key
             stop.number = None
             return True
 
-        ending = asyncio.run(serve(app, bound, service, asked_to_end, drain_s=limits.drain_s, on_drain=draining))
+        ending = asyncio.run(serve(app, bound, service, asked_to_end, drain_s=asked.drain_s, on_drain=draining))
         stop.number = signals[0] if signals else None
     finally:
         service.close(0)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -394,7 +395,7 @@ class Engine:
                     continue
                 waiting.appendleft((i, session, left))  # its next chunk needs this one's keys: a step of its own
                 break
-            logits = self.prefill_step(parts, [part for _, part in ends])
+            logits = self._feed(parts, [part for _, part in ends])
             for row, (i, _) in enumerate(ends):
                 yield i, logits[row]
 
@@ -405,17 +406,18 @@ class Engine:
         company as long as chunks are cut by `chunks` (engine/workspace.py): none goes across a multiple of CHUNK.
         Raises InputError for chunks that do, or that together are more than `chunk_room`, and ContextError.
         """
-        columns, n = [], 0
         for session, ids in parts:
             session.check_room(ids)
             if len(session.tokens) % CHUNK + len(ids) > CHUNK:
                 raise InputError(f"a chunk goes across a multiple of {CHUNK} positions: cut prompts with chunks()")
-            n += len(ids)
-            columns.append(n - 1)
-        if n > self.chunk_room:
+        if (n := sum(len(ids) for _, ids in parts)) > self.chunk_room:
             raise InputError(f"a step of prompts has {n} tokens and takes at most {self.chunk_room}")
-        checked = [(session, self._checked(ids)) for session, ids in parts]
-        return self._step("prefill", checked, [columns[part] for part in ends])
+        return self._feed([(session, self._checked(ids)) for session, ids in parts], ends)
+
+    def _feed(self, parts: Sequence[tuple[Session, Sequence[int]]], ends: Sequence[int]) -> np.ndarray:
+        """`prefill_step` of what was checked."""
+        columns = list(accumulate(len(ids) for _, ids in parts))  # up to the end of each part
+        return self._step("prefill", parts, [columns[part] - 1 for part in ends])
 
     def decode(self, sessions: Sequence[Session], ids: Sequence[int]) -> np.ndarray:
         """Feed one token to each session in one step; logits [n_sessions, n_vocab], valid until the next step."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sluice.server.reader import Reader, Reading, Unexpected
 from sluice.server.structured import Grammar
-from sluice.server.tools import LINE, NAME, NAME_LIMIT, Calls, Tool, arguments_of, began
+from sluice.server.tools import LINE, NAME, NAME_LIMIT, Calls, Sectioned, Tool, arguments_of, began
 
 _NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 
@@ -72,7 +72,7 @@ class JsonCalls:
 
 
 @dataclass(frozen=True)
-class MarkedCalls:
+class MarkedCalls(Sectioned):
     """A name, a marker and the arguments' JSON, as DeepSeek V3, Kimi K2 and newer Mistral models write.
 
     A call is `call[0]` name `arguments_open` JSON `call[1]`. `fenced`: as DeepSeek V3 and R1, `function` stands where
@@ -90,20 +90,8 @@ class MarkedCalls:
     bare: bool = False
 
     @property
-    def openers(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.section[0], self.call[0])))
-
-    @property
     def markers(self) -> tuple[str, ...]:
         return (*self.section, *self.call, self.arguments_open, self.id_open)
-
-    def read(self, reader: Reader, calls: Calls) -> Reading[None]:
-        within = bool(self.section[0]) and (yield from reader.accept(self.section[0])) is not None
-        yield from self._call(reader, calls)
-        while (yield from began(reader, self._call(reader, calls))):
-            pass
-        if within:
-            yield from reader.accept(self.section[1])
 
     def _call(self, reader: Reader, calls: Calls) -> Reading[None]:
         yield from reader.expect(self.call[0])

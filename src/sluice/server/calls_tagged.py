@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from sluice.server.reader import Reader, Reading, Unexpected
 from sluice.server.structured import Grammar
-from sluice.server.tools import KINDS, LINE, NAME, NAME_LIMIT, Calls, Tool, arguments_of, began, kinds_of
+from sluice.server.tools import KINDS, LINE, NAME, NAME_LIMIT, Calls, Sectioned, Tool, arguments_of, kinds_of
 
 _KEY = re.compile(r"[^<>\"\n]")
 _KEY_LIMIT = 256
 
 
 @dataclass(frozen=True)
-class TaggedCalls:
+class TaggedCalls(Sectioned):
     """Arguments one by one between tags, as Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2, GLM and Hunyuan write.
 
     A call is `call[0]` name `name_end` arguments `call[1]`, an argument `key_open` key (one of `key_ends`) `value_open`
@@ -36,21 +36,9 @@ class TaggedCalls:
     bare: bool = False
 
     @property
-    def openers(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.section[0], self.call[0])))
-
-    @property
     def markers(self) -> tuple[str, ...]:
         key = (self.key_open, *self.key_ends, self.value_open, self.value_end)
         return (*self.section, *self.call, self.name_end, *key)
-
-    def read(self, reader: Reader, calls: Calls) -> Reading[None]:
-        within = bool(self.section[0]) and (yield from reader.accept(self.section[0])) is not None
-        yield from self._call(reader, calls)
-        while (yield from began(reader, self._call(reader, calls))):
-            pass
-        if within:
-            yield from reader.accept(self.section[1])
 
     def _call(self, reader: Reader, calls: Calls) -> Reading[None]:
         yield from reader.expect(self.call[0])

@@ -21,8 +21,14 @@ from sluice.text.tokenizer import Tokenizer
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes for it
 
 
-def model_id(path: Path) -> str:
-    """The id of a model file: its name without ending and shard number."""
+BUILT_IN = ("demo", "nano")
+
+
+def model_id(model: str, path: Path) -> str:
+    """The id of the MODEL that a command was given, whose file is `path`: its own if it comes with Sluice, else the
+    file's name without ending and shard number."""
+    if model in BUILT_IN:
+        return model
     return re.sub(r"-\d{5}-of-\d{5}$", "", path.name.removesuffix(".gguf")) or "model"
 
 

@@ -6,6 +6,7 @@ It knows OpenAI's shape of tools and no format; each way to write calls is a Syn
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -120,6 +121,29 @@ class Syntax(Protocol):
     def grammar(self, g: Grammar, tools: Sequence[Tool], many: bool) -> str:
         """An expression for a call of one of `tools`, or, if `many`, for one or more of them."""
         ...
+
+
+class Sectioned(ABC):
+    """Calls one after the other, each opened by `call[0]`; `section` stands around them all, or ("", "")."""
+
+    call: tuple[str, str]
+    section: tuple[str, str]
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.section[0], self.call[0])))
+
+    def read(self, reader: Reader, calls: Calls) -> Reading[None]:
+        within = bool(self.section[0]) and (yield from reader.accept(self.section[0])) is not None
+        yield from self._call(reader, calls)
+        while (yield from began(reader, self._call(reader, calls))):
+            pass
+        if within:
+            yield from reader.accept(self.section[1])
+
+    @abstractmethod
+    def _call(self, reader: Reader, calls: Calls) -> Reading[None]:
+        """Read one call."""
 
 
 def arguments_of(g: Grammar, tool: Tool) -> str:
