@@ -17,12 +17,16 @@ the width before within its round.
 Theory, latency. Short requests arrive at random (Poisson, an open loop: they don't wait for each other), with and
 without prompts of 2,000 tokens among them. A long prompt is fed in chunks of at most 512 tokens, and after each chunk's
 step every stream that generates gets a token: so c = ⌈2000 ÷ 512⌉ times, a chunk's step stands between two of its
-tokens. A request of G tokens that lives through all of them has c × chunk ÷ (G − 1) added to its time a token, and no
-two of its tokens are further apart than one chunk's step and a decode step. A chunk's step is what the long prompt
-takes alone ÷ c. Both arms of a round have the same short requests at the same times, and each must get the same answer
-in both. The bars leave a quarter, and a half, for what piles up meanwhile: more streams are there, and steps are wider.
+tokens. No two tokens are further apart than one chunk's step and a decode step. And prompts take half of the time at
+most while streams generate, so a request of G tokens has as long for decode steps as for prompts, a chunk's step aside:
+its time a token is at most 2 × that without + chunk ÷ (G − 1), however many long prompts there are. A chunk's step is
+what the long prompt takes alone ÷ c. Both arms of a round have the same short requests at the same times, and each must
+get the same answer in both. The bars leave a quarter, and a half, for what piles up meanwhile: more streams are there,
+and steps are wider. No bound holds for an open loop that offers more work than there is time for, so that is a row too:
+what each request takes alone, summed up, ÷ time, which overestimates it, as steps together are cheaper.
 
-    TPOT p95 with ÷ without          at most 1.25 × (1 + c × chunk ÷ ((G − 1) × TPOT p95 without))
+    TPOT p95 with ÷ without          at most 1.25 × (2 + chunk ÷ ((G − 1) × TPOT p95 without))
+    work offered ÷ time              at most 1
     longest time between two tokens ÷ (chunk + TPOT p95 without)     at most 1.5
     TTFT and TPOT, p50 and p95       reported
 
@@ -167,6 +171,7 @@ async def latency(server: Server, texts: Texts, args: argparse.Namespace) -> tup
         rng = np.random.default_rng(args.seed)
         await warm_up(client, texts, rng, args.latency_ctx)
         alone = [(await together(client, [body(texts.piece(args.long, rng), 8, 1)]))[0].ttft_s for _ in range(3)]
+        short = [(await together(client, [body(texts.piece(40, rng), args.gen, 1)]))[0] for _ in range(3)]
         for i in range(args.rounds):
             said: list[list[str]] = []
             for name in ("without", "with")[:: -1 if i % 2 else 1]:
@@ -179,9 +184,10 @@ async def latency(server: Server, texts: Texts, args: argparse.Namespace) -> tup
     for without, with_ in zip(arms["without"], arms["with"], strict=True):
         base = without["tpot_p95_s"]
         factors.append(with_["tpot_p95_s"] / base)
-        bounds.append(1 + chunks * chunk_s / ((args.gen - 1) * base))
+        bounds.append(2 + chunk_s / ((args.gen - 1) * base))
         stalls.append(with_["longest_gap_s"] / (chunk_s + base))
     n = args.rounds
+    offered = args.rate * (middle([told.ended - told.sent for told in short]) or 0.0) + chunks * chunk_s / args.every
 
     def seconds(name: str, figure: str) -> float | None:
         return middle([each[figure] for each in arms[name]])
@@ -192,6 +198,7 @@ async def latency(server: Server, texts: Texts, args: argparse.Namespace) -> tup
     ]  # fmt: skip
     rows += [
         row("latency: a chunk's step, s", chunk_s, n=len(alone)),
+        row("latency: work offered ÷ time", offered, at_most=1.0),
         row("latency: the long prompt's TTFT in company, s", seconds("with", "long_ttft_s"), n=n),
         row("latency: TPOT p95 with ÷ without", middle(factors), at_most=1.25 * (middle(bounds) or 0), n=n),
         row("latency: longest time between tokens ÷ (chunk + TPOT p95)", middle(stalls), at_most=1.5, n=n),
@@ -260,9 +267,9 @@ def main() -> None:
     add("--widest", type=int, default=64, help="streams at once, a power of 2")
     add("--prompt", type=int, default=16, help="tokens of each prompt in batching")
     add("--gen", type=int, default=64, help="tokens of each answer in batching and latency")
-    add("--rate", type=float, default=0.5, help="short requests a second")
-    add("--seconds", type=float, default=60.0, help="of an arm, while requests arrive")
-    add("--every", type=float, default=20.0, help="seconds between long prompts; more than one takes")
+    add("--rate", type=float, default=0.25, help="short requests a second")
+    add("--seconds", type=float, default=120.0, help="of an arm, while requests arrive")
+    add("--every", type=float, default=30.0, help="seconds between long prompts; more than one takes")
     add("--long", type=int, default=2000, help="tokens of a long prompt")
     add("--streams", type=int, default=16, help="of the server in latency")
     add("--exact", type=int, default=32, help="streams in exactness")

@@ -24,6 +24,7 @@ class World:
     room: int = CHUNK
     max_queue: int = 1000
     max_step_s: float | None = None
+    prompt_share: float = 0.5
     now: float = 0.0
     left: dict[int, int] = field(default_factory=dict)  # tokens to generate, of requests that have not ended
     ended: Counter[int] = field(default_factory=Counter)
@@ -36,8 +37,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
-            self.streams, room=self.room, chunk=CHUNK, max_queue=self.max_queue, max_step_s=self.max_step_s
-        )
+            self.streams, room=self.room, chunk=CHUNK, max_queue=self.max_queue, max_step_s=self.max_step_s,
+            prompt_share=self.prompt_share,
+        )  # fmt: skip
+        self.prompts_s = self.decodes_s = self.chunk_s = 0.0  # steps since streams have decoded; the longest of prompts
         self.undecoded: set[int] = set()  # streams that have not decoded since the last prefill step
 
     def submit(self, client: str = "", n_prompt: int = 3, n: int = 2, **options: Any) -> int:
@@ -58,6 +61,8 @@ class World:
         self.reasons[ticket] = reason
         del self.left[ticket]
         self.undecoded.discard(ticket)
+        if not any(request.phase == "decode" for request in self.scheduler.running.values()):
+            self.prompts_s = self.decodes_s = self.chunk_s = 0.0
 
     def work(self, seconds: float = 1.0, reused: int = 0) -> bool:
         """One turn of the worker's; False when there was nothing to do."""
@@ -85,7 +90,7 @@ class World:
         self.steps.append(step)
         self.now += seconds
         if isinstance(step, Prefill):
-            self.prefill(step)
+            self.prefill(step, seconds)
         elif step is not None:
             self.decode(step.tickets, seconds)
         scheduler.check()
@@ -104,8 +109,13 @@ class World:
             self.overtaken[client] = 0
         assert max(self.overtaken.values()) <= PATIENCE + len(queued) + 1
 
-    def prefill(self, step: Prefill) -> None:
+    def prefill(self, step: Prefill, seconds: float) -> None:
         running = self.scheduler.running
+        if any(request.phase == "decode" for request in running.values()):
+            self.prompts_s += seconds
+            self.chunk_s = max(self.chunk_s, seconds)
+        allowed = self.prompt_share * (self.prompts_s + self.decodes_s) + self.chunk_s
+        assert self.prompts_s <= allowed + 1e-6, "prompts take more than their share"
         assert not self.undecoded, "two prefill steps, and a stream has not decoded between them"
         assert len({ticket for ticket, _ in step.parts}) == len(step.parts) > 0
         assert sum(n for _, n in step.parts) <= self.room
@@ -116,7 +126,7 @@ class World:
             assert not request.alone or len(step.parts) == 1
         kin = [kin for ticket, _ in step.parts if (kin := running[ticket].kin) is not None]
         assert len(set(kin)) == len(kin), "the same prompt is fed twice"
-        self.scheduler.prefilled(step.parts)
+        self.scheduler.prefilled(step.parts, seconds)
         self.undecoded = {ticket for ticket, request in running.items() if request.phase == "decode"}
         for ticket, _ in step.parts:
             if not running[ticket].left:
@@ -129,6 +139,7 @@ class World:
             self.undecoded.discard(ticket)
         for ticket in tickets:
             self.token(ticket)
+        self.decodes_s += seconds
         self.scheduler.decoded(tickets, seconds)
 
     def token(self, ticket: int) -> None:
@@ -206,6 +217,20 @@ def test_a_long_prompt_puts_one_chunk_between_two_tokens() -> None:
     kinds = [isinstance(step, Prefill) for step in world.steps]
     assert kinds == [True, False] * 20, "chunks and decode steps take turns"
     assert world.reasons[3] == "finished"
+
+
+@pytest.mark.parametrize(("share", "decodes"), [(0.5, 8), (0.8, 2), (1.0, 1)])
+def test_prompts_take_their_share_of_the_time(share: float, decodes: int) -> None:
+    world = World(streams=2, prompt_share=share)
+    world.submit("a", n=10**6)
+    world.work()
+    world.submit("b", n_prompt=20 * CHUNK, n=10**6)
+    world.work(0.125)  # after a's own prompt, a token
+    world.steps.clear()
+    for _ in range(4 * (decodes + 1)):
+        world.work(1.0 if isinstance(world.scheduler.step(), Prefill) else 0.125)
+    kinds = [isinstance(step, Prefill) for step in world.steps]
+    assert kinds == ([True] + [False] * decodes) * 4
 
 
 def test_short_prompts_share_a_step() -> None:

@@ -134,7 +134,7 @@ def _run(
 
     limits, streams = Limits.for_context(engine.n_ctx), engine.config.streams
     served = ServedModel(engine, model_id(model, engine.file.paths[0]), created=int(time.time()))
-    service = Worker(engine, max_queue=most_jobs(streams, limits))
+    service = Worker(engine, max_queue=most_jobs(streams, limits), prompt_share=1.0)  # nobody waits
     ended: BaseException | None = None
     with progress_bar("answering", stop.check) as progress:
         run = Offline(service, served, limits, width=streams, check=stop.check, progress=progress)

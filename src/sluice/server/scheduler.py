@@ -8,6 +8,8 @@ A step either prefills chunks of prompts or decodes a token of each of several s
 What it promises, whatever comes (tests/server/test_scheduler.py):
 - Between two prefill steps every decoding stream decodes: a prompt, however long, puts one chunk's step between two
   tokens of another stream and no more.
+- While streams decode, prompts take `prompt_share` of the time at most, a chunk's step aside: then decode steps follow
+  each other until they have had their share. So prompts, however many, slow streams to 1 - prompt_share of their speed.
 - Of the clients whose requests wait, the one with the fewest streams is next, but none is passed over more than
   PATIENCE times plus once for each other client that waits as long. A client's requests begin in their order.
 - Clients with prompts to feed take turns, a chunk each. Of a client's own prompts the one with the least left is next;
@@ -25,6 +27,7 @@ from sluice.server.jobs import Busy, Draining
 from sluice.server.width import WidthLimit
 
 PATIENCE = 16  # streams that go to others before a client whose request waits is next
+PROMPT_SHARE = 0.5  # half: nobody's tokens take more than twice as long, and nobody's prompt
 PROMPT_PATIENCE = 8  # chunks of later or shorter prompts of the same client before a prompt is next
 DEFAULT_SERVICE_S = 10.0  # how long a request takes, before one has been seen to end
 RETRY_S = (1.0, 600.0)  # the shortest and longest wait that Busy asks for
@@ -94,13 +97,17 @@ class Scheduler:
     Chunks end at multiples of `chunk` positions. `max_queue` requests wait at most. With `max_step_s` no more streams
     are admitted, or decode together, than decode steps within that time allow as measured so far; should more have been
     admitted by then, they take turns.
+    `prompt_share` is the prompts' share of the time while streams decode; 1: a chunk and a decode step take turns.
 
     Call `changes` between steps, carry it out (`placed` tells what a new stream already holds), then `step`, and report
     what became of it with `prefilled`, `decoded` and `ended`. `step` itself changes nothing.
     """
 
-    def __init__(self, streams: int, *, room: int, chunk: int, max_queue: int, max_step_s: float | None = None) -> None:
-        assert streams > 0 and chunk > 0 and room > 0 and max_queue >= 0
+    def __init__(
+        self, streams: int, *, room: int, chunk: int, max_queue: int, max_step_s: float | None = None,
+        prompt_share: float = PROMPT_SHARE,
+    ) -> None:  # fmt: skip
+        assert streams > 0 and chunk > 0 and room > 0 and max_queue >= 0 and 0 < prompt_share <= 1
         self.streams = streams
         self.room = room
         self.chunk = chunk
@@ -112,6 +119,8 @@ class Scheduler:
         self._clients: dict[str, _Client] = {}  # of the requests there are
         self._leaving: dict[int, Reason] = {}
         self._owed: set[int] = set()  # streams that decode before the next prefill step
+        self._owed_s = 0.0  # decode steps take so long before the next prefill step, as long as streams decode
+        self._owed_each_s = (1 - prompt_share) / prompt_share  # for a second of prompts
         self._turn = 0  # chunks fed
         self._decodes = 0
         self._service_s: float | None = None  # how long requests have had their streams, smoothed
@@ -167,8 +176,10 @@ class Scheduler:
         request.phase = "decode"
         request.turn = self._decodes
 
-    def prefilled(self, parts: Iterable[tuple[int, int]]) -> None:
-        """A prefill step has fed `parts`: so many tokens of each ticket's prompt."""
+    def prefilled(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:
+        """A prefill step has fed `parts`, so many tokens of each ticket's prompt, and took `seconds`."""
+        if self._decoding:
+            self._owed_s += seconds * self._owed_each_s
         taken = set()
         for ticket, n in parts:
             taken.add(ticket)
@@ -185,12 +196,13 @@ class Scheduler:
                 request.passed = 0
             elif request.phase == "prefill" and request.client in clients:
                 request.passed += 1
-        self._owed = {ticket for ticket, request in self.running.items() if request.phase == "decode"}
+        self._owed = {request.ticket for request in self._decoding}
 
     def decoded(self, tickets: Sequence[int], seconds: float) -> None:
         """A decode step has brought each of `tickets` a token, and took `seconds`."""
         self._decodes += 1
         self._owed.difference_update(tickets)
+        self._owed_s = max(0.0, self._owed_s - seconds)
         for ticket in tickets:
             if ticket in self.running:  # some may have ended with it
                 self.running[ticket].turn = self._decodes
@@ -225,15 +237,20 @@ class Scheduler:
 
     def step(self) -> Prefill | Decode | None:
         """What to do next; None: there is nothing to do."""
-        if not self._owed and (parts := self._chunks()):
+        due = self._owed or self._owed_s > 0
+        if not due and (parts := self._chunks()):
             return Prefill(tuple(parts))
-        decoding = [request for request in self.running.values() if request.phase == "decode"]
+        decoding = self._decoding
         # those still owed a step are the ones that have waited longest, but for streams begun since
         decoding.sort(key=lambda request: (request.ticket not in self._owed, request.turn, request.ticket))
         chosen = decoding[: self._width.limit]
         return Decode(tuple(request.ticket for request in chosen)) if chosen else None
 
     # -- how --
+
+    @property
+    def _decoding(self) -> list[Request]:
+        return [request for request in self.running.values() if request.phase == "decode"]
 
     @property
     def _admissible(self) -> int:
@@ -248,6 +265,8 @@ class Scheduler:
     def _forget(self, ticket: int) -> None:
         request = self.queue.pop(ticket, None) or self.running.pop(ticket)
         self._owed.discard(ticket)
+        if not self._decoding:
+            self._owed_s = 0.0
         self._leaving.pop(ticket, None)
         others = (*self.queue.values(), *self.running.values())
         if not any(other.client == request.client for other in others):
@@ -302,7 +321,8 @@ class Scheduler:
         assert len(self.running) <= self.streams
         requests = [*self.queue.values(), *self.running.values()]
         assert {request.client for request in requests} == self._clients.keys()
-        assert self._owed <= {ticket for ticket, request in self.running.items() if request.phase == "decode"}
+        assert self._owed <= {request.ticket for request in self._decoding}
+        assert self._owed_s >= 0 and (self._decoding or not self._owed_s)
         assert self._leaving.keys() <= self.queue.keys() | self.running.keys()
         for request in requests:
             assert (request.phase == "queued") == (request.ticket in self.queue)

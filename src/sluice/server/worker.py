@@ -36,7 +36,7 @@ from sluice.server.jobs import (
     ServiceState,
     StepState,
 )
-from sluice.server.scheduler import Prefill, Reason, Request, Scheduler
+from sluice.server.scheduler import PROMPT_SHARE, Prefill, Reason, Request, Scheduler
 from sluice.server.snapshot import RECENT_STEPS, Counts, Progress, snapshot, step_state
 from sluice.server.streams import Streams
 
@@ -76,20 +76,22 @@ class Entry:
 class Worker:
     """A Service on `engine`, which it has for itself until `close`; a context manager.
 
-    `max_queue` jobs wait at most for a stream. `max_step_s` bounds decode steps by their width (see Scheduler).
+    `max_queue` jobs wait at most for a stream. `max_step_s` bounds decode steps by their width, `prompt_share` what
+    prompts take of the time while others generate (see Scheduler).
     """
 
     def __init__(
         self, engine: Engine, *, max_queue: int = DEFAULT_QUEUE, max_step_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        prompt_share: float = PROMPT_SHARE, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.engine = engine
         self._clock = clock
         self._began = clock()
         self._changed = Condition()
         self._scheduler = Scheduler(
-            engine.config.streams, room=engine.chunk_room, chunk=CHUNK, max_queue=max_queue, max_step_s=max_step_s
-        )
+            engine.config.streams, room=engine.chunk_room, chunk=CHUNK, max_queue=max_queue, max_step_s=max_step_s,
+            prompt_share=prompt_share,
+        )  # fmt: skip
         self._entries: dict[int, Entry] = {}  # of jobs that have not ended
         self._tickets = itertools.count(1)
         self._counts = Counts()
@@ -294,10 +296,11 @@ class Worker:
             parts.append((session, prompt[fed : fed + n]))
             if fed + n == len(prompt):
                 ends.append(i)
+        began = self._clock()
         logits = self._step("prefill", entries, lambda: self.engine.prefill_step(parts, ends))
         if logits is None:
             return
-        self._fed(step.parts)
+        self._fed(step.parts, began)
         for row, i in enumerate(ends):
             for twin in self._twins(entries[i]):
                 self._streams.copy(twin.at, entries[i].at)
@@ -313,12 +316,13 @@ class Worker:
 
     def _feed(self, entry: Entry, feeding: Iterator[int | tuple[PromptLogprobs, np.ndarray]]) -> None:
         """A step of a prompt whose log-probabilities are wanted."""
+        began = self._clock()
         fed = self._step("prefill", [entry], lambda: next(feeding))
         if fed is None:
             return
         assert isinstance(fed, int)
         n_prompt = len(entry.job.prompt)
-        self._fed([(entry.ticket, fed - self._scheduler.running[entry.ticket].fed)])
+        self._fed([(entry.ticket, fed - self._scheduler.running[entry.ticket].fed)], began)
         if fed < n_prompt:
             return
         logprobs, logits = next(feeding)  # type: ignore[misc]  # what comes last
@@ -329,9 +333,9 @@ class Worker:
         else:
             self._advance(entry, logits)
 
-    def _fed(self, parts: Sequence[tuple[int, int]]) -> None:
+    def _fed(self, parts: Sequence[tuple[int, int]], began: float) -> None:
         with self._changed:
-            self._scheduler.prefilled(parts)
+            self._scheduler.prefilled(parts, self._clock() - began)
             self._counts.prompt_tokens += sum(n for _, n in parts)
 
     def _decode(self, entries: Sequence[Entry]) -> None:
