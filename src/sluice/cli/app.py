@@ -23,6 +23,7 @@ from sluice.cli.run import run
 from sluice.cli.serve import serve
 from sluice.cli.simulate import simulate
 from sluice.cli.trace import app as trace_app
+from sluice.cli.train import app as train_app
 
 app = typer.Typer(name="sluice", add_completion=False, pretty_exceptions_enable=False)
 alone = (run, chat, serve, batch, bench, inspect, pack, doctor, simulate, plan, gate)
@@ -31,6 +32,7 @@ app.add_typer(trace_app)
 app.add_typer(eval_app)
 app.add_typer(prerouter_app)
 app.add_typer(lora_app)
+app.add_typer(train_app)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sluice.cli.extras import check_extra
 from sluice.cli.opening import announce, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Json, check_count, grouped
 from sluice.cli.saving import Force
@@ -50,9 +51,7 @@ def batch(
     if max_streams is not None:
         check_count("--max-streams", max_streams)
     config = engine.config()
-    from sluice.server.extra import check_extra
-
-    check_extra()
+    check_extra("serve")
     from sluice.server.batch_files import Answers, Requests
     from sluice.server.limits import SERVER_BYTES, Limits
     from sluice.server.offline import ENVELOPE_BYTES

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sluice.cli.extras import check_extra
 from sluice.cli.opening import announce, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Model, check_count, grouped
 from sluice.cli.saving import Force
@@ -96,9 +97,7 @@ def serve(
     if not 0 <= port < 1 << 16:
         raise InputError(f"--port {port} is out of range: give 1 to 65535, or 0 for a free one")
     config = engine.config(**trace_config(trace, trace_scores, force=force))
-    from sluice.server.extra import check_extra
-
-    check_extra()
+    check_extra("serve")
     import sluice.server.app  # noqa: F401  # before the engine measures what the process takes
     from sluice.server.auth import is_loopback
     from sluice.server.limits import SERVER_BYTES
