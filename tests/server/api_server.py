@@ -42,12 +42,13 @@ def served(
 ) -> Iterator[Served]:  # fmt: skip
     """Serve `engine`, which the server has for itself, until the block ends. The system buffers little of answers."""
     faults: list[str] = []
+    bounds = limits or Limits()
     end = threading.Event()
     with Worker(engine, max_queue=max_queue) as worker, bind("127.0.0.1", 0) as bound:
         model = ServedModel(engine, "tiny", created=1)
         app = build_app(
             Serving(
-                worker, model, Keys(keys), host="127.0.0.1", deadline_s=deadline_s, limits=limits or Limits(),
+                worker, model, Keys(keys), host="127.0.0.1", deadline_s=deadline_s, limits=bounds,
                 metrics=Metrics(faults.append),
             )
         )  # fmt: skip
@@ -56,7 +57,7 @@ def served(
         running = Served(url_of(bound, "127.0.0.1"), worker, app, faults)
 
         def run() -> None:
-            asyncio.run(serve(app, bound, worker, end.is_set, drain_s=0, on_drain=lambda n: None))
+            asyncio.run(serve(app, bound, worker, end.is_set, drain_s=0, on_drain=lambda n: None, limits=bounds))
 
         thread = threading.Thread(target=run)
         thread.start()

@@ -17,11 +17,12 @@ from api_server import Served, served
 from tiny import write_tiny
 
 from sluice.engine import Engine
+from sluice.server import asking
 from sluice.server.limits import Limits
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "the river"}]
-LIMITS = Limits(body_bytes=20_000, depth=16, pending_events=400, body_s=1.0, send_s=1.0)
+LIMITS = Limits(body_bytes=20_000, depth=16, containers=1000, pending_events=400, body_s=1.0, send_s=1.0)
 ENDLESS: dict[str, Any] = {"prompt": [30, 40, 50], "max_tokens": 3900, "ignore_eos": True, "stream": True}
 
 
@@ -63,6 +64,9 @@ HOSTILE = {
     "deep lists": b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}",
     "deep objects": b'{"a": ' * 2500 + b"1" + b"}" * 2500,
     "deeper than the limit": b'{"messages": ' + b"[" * 20 + b"]" * 20 + b"}",
+    "more lists than the limit": b'{"prompt": "x", "metadata": [' + b"[]," * 1000 + b"1]}",
+    "a text without an end": b'{"prompt": "' + b'\\"[' * 5000,
+    "half an escape": b'{"prompt": "' + b"[" * 5000 + b"\\",
     "a huge int": b'{"prompt": "x", "seed": ' + b"9" * 6000 + b"}",
     "an int of 300 digits": b'{"prompt": "x", "seed": ' + b"9" * 300 + b"}",
     "a huge int for a float": b'{"prompt": "x", "temperature": ' + b"9" * 400 + b"}",
@@ -100,6 +104,9 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "sound": ({"messages": [{"role": "user", "content": "x", "audio": {"id": "y"}}]},
               "audio is not served", "messages[0]"),
     "an unknown field": ({"messages": HELLO, "smoothness": 3}, "'smoothness'", "smoothness"),
+    "an unknown field with a line break": ({"messages": HELLO, "a\nb": 3}, "'a b'", None),
+    "more log-probabilities than are held": ({"messages": HELLO, "n": 64, "logprobs": True, "max_tokens": 3900},
+                                             "249,600", "logprobs"),
     "a penalty": ({"messages": HELLO, "frequency_penalty": 0.5}, "use repetition_penalty", None),
     "old functions": ({"messages": HELLO, "functions": [{"name": "f"}]}, "use tools", None),
     "web search": ({"messages": HELLO, "web_search_options": {}}, "opens no URL", None),
@@ -139,6 +146,12 @@ BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "a mixed prompt": ({"prompt": [1, "x"]}, "prompt"),
     "a long prompt": ({"prompt": [1] * 4001}, "4001 tokens"),
     "too many choices": ({"prompt": ["x"] * 10, "n": 7}, "at most 64"),
+    "more choices than may ever wait": ({"prompt": "x", "n": 5}, "ask for fewer"),
+    "more log-probabilities than are held": ({"prompt": "x", "n": 4, "logprobs": 20, "max_tokens": 3900}, "stream it"),
+    "more of prompts than are held": (
+        {"prompt": [[1] * 500] * 8, "n": 4, "logprobs": 20, "max_tokens": 0, "echo": True, "stream": True},
+        "336,000",
+    ),
     "best of more": ({"prompt": "x", "best_of": 3}, "use n"),
     "a suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
 }
@@ -155,6 +168,28 @@ def test_harmless_fields_are_left_alone(http: httpx.Client) -> None:
             "presence_penalty": 0.0, "user": "me", "stop": None, "modalities": ["text"]}  # fmt: skip
     answers = [http.post(CHAT, json=body).json() for body in (plain, plain | more)]
     assert answers[0]["choices"] == answers[1]["choices"]
+
+
+def test_brackets_in_texts_are_no_lists(http: httpx.Client) -> None:
+    text = '[{"\\[' * 600
+    assert http.post(TEXT, json={"prompt": text, "max_tokens": 1}).json()["usage"]["completion_tokens"] == 1
+
+
+def test_without_max_tokens_as_much_is_answered_as_can_be_held(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "MAX_FIGURES", 100)
+    body = {"messages": HELLO, "n": 2, "logprobs": True, "top_logprobs": 4, "ignore_eos": True}
+    told = http.post(CHAT, json=body).json()["choices"]
+    assert [(len(each["logprobs"]["content"]), each["finish_reason"]) for each in told] == [(10, "length")] * 2
+    assert error_of(http.post(CHAT, json=body | {"max_tokens": 11}), 400)["param"] == "logprobs"
+
+
+def test_a_stream_may_bring_more_than_is_held(http: httpx.Client) -> None:
+    with http.stream("POST", TEXT, json=ENDLESS | {"n": 4, "logprobs": 20}) as response:
+        assert response.status_code == 200
+        told = json.loads(next(response.iter_lines()).removeprefix("data: "))["choices"][0]
+        assert len(told["logprobs"]["top_logprobs"][0]) >= 20
 
 
 def test_what_is_no_route_and_no_json(http: httpx.Client) -> None:

@@ -87,18 +87,19 @@ def test_requests_are_answered_as_the_api_does(cli: Cli, model: Path, tmp_path: 
             line(2, stream=True), line(3, temperature="hot"), line(4, model="gpt-4"), line(5, tokens=0),
             '{"custom_id": "half", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}',
             {"custom_id": "", "url": "/v1/completions", "body": {}}, line(6, prompt="the " * 400),
+            '{"custom_id": "half \\ud800", "url": "/v1/completions", "body": {"prompt": "x"}}',
         ],
     )  # fmt: skip
     out = tmp_path / "out.jsonl"
     code, printed, said = cli("batch", model, given, out, *FAST, "--json")
     result = json.loads(printed.splitlines()[-1])
     assert code == 0 and printed.count("\n") == 1
-    assert (result["lines"], result["answered"], result["failed"], result["left"]) == (14, 4, 10, 0)
+    assert (result["lines"], result["answered"], result["failed"], result["left"]) == (15, 4, 11, 0)
     assert result["generated_tokens"] == 5 + 2 * 5 + 4
     assert result["ledger"]["decode"]["steps"] > 0 and result["mode"]["ctx"] == 256 and result["streams"] == 4
-    assert "first failure: line" in said and "10 failed" in said
+    assert "first failure: line" in said and "11 failed" in said
     found = {each["sluice"]["line"]: each for each in answers(out)}
-    assert sorted(found) == [1, 2, 3, 4, 5, 6, *range(8, 16)]
+    assert sorted(found) == [1, 2, 3, 4, 5, 6, *range(8, 17)]
     with Engine.open(model, threads=1, expert_slots=24, ctx=256) as engine:
         text = "".join(t.text for t in engine.generate(
             "the river number 0 runs", 5, raw=True, temperature=0, ignore_eos=True))  # fmt: skip
@@ -115,6 +116,7 @@ def test_requests_are_answered_as_the_api_does(cli: Cli, model: Path, tmp_path: 
         (6, "no custom_id"),
         (8, "its url is"),
         (14, "custom_id"),
+        (16, "no custom_id"),
     ):
         assert found[number]["response"] is None and said in found[number]["error"]["message"]
     statuses = {number: found[number]["response"]["status_code"] for number in (9, 10, 11, 12, 13, 15)}
@@ -234,6 +236,20 @@ def test_what_is_refused(cli: Cli, model: Path, tmp_path: Path) -> None:
         out.write_text(foreign)
         refused(cli("batch", model, good, out, *FAST), "line 1 is no answer of sluice batch")
         assert out.read_text() == foreign
+
+
+def test_force_loses_nothing_before_there_is_something_better(cli: Cli, model: Path, tmp_path: Path) -> None:
+    given, out = write(tmp_path / "in.jsonl", [line(0)]), tmp_path / "out.jsonl"
+    assert cli("batch", model, given, out, *FAST)[0] == 0
+    before = out.read_bytes()
+    refused(cli("batch", model, write(given, [line(0), line(0)]), out, *FAST, "--force"), "on line 1 and on line 2")
+    refused(cli("batch", tmp_path / "none.gguf", write(given, [line(1)]), out, *FAST, "--force"), "no such file")
+    assert out.read_bytes() == before
+    weights = model.read_bytes()
+    refused(cli("batch", model, given, model, *FAST, "--force"), "is the model")
+    assert model.read_bytes() == weights
+    assert cli("batch", model, given, out, *FAST, "--force")[0] == 0
+    assert [each["custom_id"] for each in answers(out)] == ["r1"]
 
 
 def test_two_processes_do_not_share_a_file(tmp_path: Path) -> None:

@@ -97,10 +97,27 @@ def test_while_draining_nothing_new_is_taken(tiny: Path) -> None:
     assert "Traceback" not in err
 
 
+def test_signals_that_come_together_end_it_in_words(tiny: Path) -> None:
+    body = {"prompt": "the river", "max_tokens": 3900, "ignore_eos": True, "stream": True}
+    with serving(tiny, *FAST, "--drain", 60) as (child, url, _):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGTERM)  # two of one kind would be one to the system
+            child.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        _, err = child.communicate(timeout=60)
+    assert child.returncode in (130, 143)
+    assert "draining" in rest[-2] and rest[-1] == "data: [DONE]"
+    assert "0 answered, 1 failed, 1 cut off" in err
+    assert "Traceback" not in err
+
+
 REFUSED = {
     "another address": (["--host", "0.0.0.0"], "an API key is needed"),
     "every address": (["--host", ""], "an API key is needed"),
     "no address": (["--host", "no.such.host.invalid"], "names no address"),
+    "an empty key": (["--api-key", ""], "8 or more"),
     "a weak key": (["--api-key", "x"], "8 or more"),
     "two keys": (["--api-key", "long-enough", "--api-key-file", "x"], "give one of them"),
     "no key file": (["--api-key-file", "/no/such/file"], "can't be read"),

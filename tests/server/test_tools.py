@@ -435,6 +435,8 @@ def test_choices_of_tools() -> None:
         ({"type": "function", "function": {"name": "fly"}}, "fly"),
         ({"type": "function", "function": {"name": ["a"]}}, "not among"),
         ({"type": "allowed_tools", "allowed_tools": {"tools": []}}, "no tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"tools": 5}}, "no list"),
+        ({"type": "allowed_tools", "allowed_tools": {}}, "no list"),
         ({"type": "allowed_tools", "allowed_tools": {"mode": 3, "tools": []}}, "'3'"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=said):

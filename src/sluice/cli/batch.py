@@ -56,8 +56,9 @@ def batch(
     from sluice.server.limits import SERVER_BYTES, Limits
     from sluice.server.offline import ENVELOPE_BYTES
 
-    if out.exists() and given.exists() and out.samefile(given):
-        raise InputError(f"{out}: is the file of requests: name another one for the answers")
+    for other, what in ((given, "file of requests"), (Path(model), "model")):
+        if out.is_file() and other.is_file() and out.samefile(other):
+            raise InputError(f"{out}: is the {what}: name another file for the answers")
     requests = Requests(given, Limits().body_bytes + ENVELOPE_BYTES)
     with deferred() as stop, Answers(out, force=force) as answers:
         left = requests.check(answers.answered, stop.check)

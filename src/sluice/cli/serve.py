@@ -15,7 +15,7 @@ from sluice.cli.extras import check_extra
 from sluice.cli.opening import announce, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Model, check_count, grouped
 from sluice.cli.saving import Force
-from sluice.cli.signals import Stop, deferred
+from sluice.cli.signals import Stop, deferred, noted
 from sluice.cli.terminal import note
 from sluice.cli.tracing import Trace, TraceScores, tell_trace, trace_config
 from sluice.errors import InputError
@@ -148,8 +148,8 @@ def _keys(key: str | None, file: Path | None) -> Keys:
         raise InputError("--api-key and --api-key-file are both given: give one of them")
     if file is not None:
         return Keys(read_keys(file.expanduser()))
-    given = os.environ.get("SLUICE_API_KEY") if key is None else key
-    return Keys([given] if given else [])
+    given = os.environ.get("SLUICE_API_KEY") or None if key is None else key
+    return Keys([] if given is None else [given])  # an empty one, as of a variable that isn't set, is refused
 
 
 def _serve(engine: Engine, name: str, bound: socket, host: str, keys: Keys, asked: Asked, stop: Stop) -> None:
@@ -165,10 +165,10 @@ def _serve(engine: Engine, name: str, bound: socket, host: str, keys: Keys, aske
     model = ServedModel(engine, name, created=int(time.time()))
     service = Worker(engine, max_queue=asked.max_queue, max_step_s=asked.max_tpot_s)
     try:
+        limits = Limits.for_context(engine.n_ctx)
         serving = Serving(
-            service, model, keys, host=host, deadline_s=asked.deadline_s,
-            limits=Limits.for_context(engine.n_ctx), metrics=Metrics(note),
-        )  # fmt: skip
+            service, model, keys, host=host, deadline_s=asked.deadline_s, limits=limits, metrics=Metrics(note)
+        )
         app = build_app(serving)
         listen(bound)
         streams = f"{engine.config.streams} stream{'s' * (engine.config.streams > 1)}"
@@ -178,17 +178,19 @@ def _serve(engine: Engine, name: str, bound: socket, host: str, keys: Keys, aske
             if n:
                 note(f"finishing {n} request{'s' * (n > 1)}, at most {asked.drain_s:g} s; Ctrl-C again ends at once")
 
-        signals: list[int] = []
+        with noted() as signals:  # one that raised in the event loop would end answers without a word
+            heard = 0
 
-        def asked_to_end() -> bool:
-            """Whether a signal has come since this was last asked; none raises, which tasks might swallow."""
-            if stop.number is None:
-                return False
-            signals.append(stop.number)
-            stop.number = None
-            return True
+            def asked_to_end() -> bool:
+                """Whether another signal has come; each counts once."""
+                nonlocal heard
+                heard += (more := heard < len(signals))
+                return more
 
-        ending = asyncio.run(serve(app, bound, service, asked_to_end, drain_s=asked.drain_s, on_drain=draining))
+            signals += [] if stop.number is None else [stop.number]
+            ending = asyncio.run(
+                serve(app, bound, service, asked_to_end, drain_s=asked.drain_s, on_drain=draining, limits=limits)
+            )
         stop.number = signals[0] if signals else None
     finally:
         service.close(0)

@@ -71,6 +71,14 @@ def deferred() -> Iterator[Stop]:
 
 
 @contextmanager
+def noted() -> Iterator[list[int]]:
+    """Within, signals are only noted, in the order in which they come; none raises, however many they are."""
+    came: list[int] = []
+    with _handled(lambda number, frame: came.append(number)):
+        yield came
+
+
+@contextmanager
 def _handled(handler: _Handler) -> Iterator[None]:
     before = {}
     for number in (signal.SIGINT, *_ENDING):

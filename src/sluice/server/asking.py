@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sluice.server.errors import bad
 from sluice.server.jobs import Job, TokenMask
+from sluice.server.limits import MAX_FIGURES
 from sluice.server.model import ServedModel
 from sluice.server.schemas import GenerationRequest
 from sluice.text.sampling import SamplingParams
@@ -44,6 +45,8 @@ def jobs_for(
     if max_tokens is not None and max_tokens > model.n_ctx:
         raise bad(f"max_tokens is {max_tokens} and the context has {model.n_ctx} positions: ask for fewer",
                   "max_tokens", "context_length_exceeded")  # fmt: skip
+    if top_logprobs is not None:
+        max_tokens = _that_can_be_held(request, prompts, max_tokens, 1 + top_logprobs, echo_logprobs)
     bias = _bias(request, model.tokenizer.n_vocab)
     return [
         Job(
@@ -53,6 +56,25 @@ def jobs_for(
         )
         for prompt in prompts for choice in range(request.n)
     ]  # fmt: skip
+
+
+def _that_can_be_held(
+    request: GenerationRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int | None, each: int, echo: bool
+) -> int | None:
+    """`max_tokens`, or how many tokens' log-probabilities can be held, `each` so many, where none were asked for.
+
+    An answer that comes whole holds all of its own; a stream only the prompt's, which come at once. Raises ApiError.
+    """
+    choices = request.n * len(prompts)
+    echoed = request.n * sum(map(len, prompts)) if echo else 0
+    made = 0 if request.stream else choices * (1 if max_tokens is None else max_tokens)
+    if (wanted := (echoed + made) * each) > MAX_FIGURES:
+        raise bad(
+            f"the answer may come to {wanted:,} log-probabilities, and {MAX_FIGURES:,} can be held: stream it, or ask "
+            "for fewer tokens, choices or likeliest ones",
+            "logprobs",
+        )  # fmt: skip
+    return max_tokens if max_tokens is not None or request.stream else (MAX_FIGURES // each - echoed) // choices
 
 
 def _params(request: GenerationRequest, choice: int) -> SamplingParams:

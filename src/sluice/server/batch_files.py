@@ -142,10 +142,11 @@ class Requests:
 
 
 def _custom_id(raw: bytes) -> str | None:
-    """A line's custom_id, None where it is no object with one that is a text."""
+    """A line's custom_id, None where it is no object with one that is a text (half a surrogate pair is none)."""
     with suppress(ValueError, RecursionError):
         value = json.loads(raw)
         if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
+            value["custom_id"].encode()
             return value["custom_id"]
     return None
 
@@ -176,7 +177,10 @@ class Answered:
 
 
 class Answers:
-    """OUT, held for one process alone; a context manager. `answered` is what it held when it was opened."""
+    """OUT, held for one process alone; a context manager. `answered` is what it held when it was opened.
+
+    `force`: whatever it holds is nothing, and is lost when the first answer is written, not before.
+    """
 
     def __init__(self, path: Path, *, force: bool = False) -> None:
         self.path = path
@@ -188,9 +192,8 @@ class Answers:
             raise InputError(f"{path}: can't be written ({error.strerror}): name another place") from None
         try:
             _hold(self._file, path)
-            if force:
-                self._file.truncate(0)
-            self.answered = self._scan()
+            self._overwritten = force
+            self.answered = Answered(path, array("Q"), array("Q")) if force else self._scan()
         except BaseException:
             self._file.close()
             raise
@@ -213,6 +216,9 @@ class Answers:
         """Write an answer to `line`, whole, at once; `now` is any clock's time in seconds."""
         named = {"line": line.number, "request": f"{line.digest:016x}"}
         raw = json.dumps(answer | {"sluice": named}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        if self._overwritten:
+            self._file.truncate(0)
+            self._overwritten = False
         view = memoryview(raw)
         while view:
             view = view[self._file.write(view) :]

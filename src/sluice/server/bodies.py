@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,10 @@ from starlette.requests import ClientDisconnect
 
 from sluice.server.errors import ApiError, bad
 from sluice.server.limits import Limits
+
+# All up to where a list or an object begins, in JSON. It always matches, if need be to the end, and keeps no way back:
+# nothing that is sent makes it slow or large.
+_BEFORE = re.compile(rb'(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+(?:"|\\?\Z))*+', re.DOTALL)
 
 
 class Bodies:
@@ -29,20 +34,19 @@ class Bodies:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a browser sends no other site's page's JSON without asking this server first
             raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
-        pieces: list[bytes] = []
+        body = bytearray()
         try:
-            await self._gather(request, pieces)
-            yield b"".join(pieces)
+            await self._gather(request, body)
+            yield bytes(body)
         finally:
-            self._room += sum(map(len, pieces))
+            self._room += len(body)
 
-    async def _gather(self, request: Request, pieces: list[bytes]) -> None:
-        held, limit = 0, self._limits.body_bytes
+    async def _gather(self, request: Request, body: bytearray) -> None:
+        limit = self._limits.body_bytes
         try:
             async with asyncio.timeout(self._limits.body_s):
                 async for piece in request.stream():
-                    held += len(piece)
-                    if held > limit:
+                    if len(body) + len(piece) > limit:
                         raise ApiError(413, f"the body is longer than {limit:,} bytes: send less", code="too_large")
                     if len(piece) > self._room:
                         raise ApiError(
@@ -50,7 +54,7 @@ class Bodies:
                             code="rate_limit_exceeded", headers={"Retry-After": "1"},
                         )  # fmt: skip
                     self._room -= len(piece)
-                    pieces.append(piece)
+                    body += piece
         except ClientDisconnect:  # nobody hears this
             raise ApiError(400, "the connection closed before the body was complete", code="client_left") from None
         except TimeoutError:
@@ -61,8 +65,10 @@ def parse(raw: bytes, limits: Limits) -> dict[str, Any]:
     """The JSON object that `raw` is. Raises ApiError (400) for anything else.
 
     Refused with what is no JSON: NaN and Infinity, numbers longer than Python reads, surrogates without their half,
-    nesting deeper than the limit.
+    nesting deeper than the limit, more lists and objects than the limit.
     """
+    if _holds_more(raw, limits.containers):
+        raise bad(f"the body holds more than {limits.containers:,} lists and objects: send fewer")
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError:
@@ -75,6 +81,19 @@ def parse(raw: bytes, limits: Limits) -> dict[str, Any]:
         raise bad("the body is not a JSON object")
     _check(value, limits.depth)
     return value
+
+
+def _holds_more(raw: bytes, most: int) -> bool:
+    """Whether `raw`, if it is JSON, holds more than `most` lists and objects."""
+    if raw.count(b"[") + raw.count(b"{") <= most:  # some of which may be in texts
+        return False
+    at = 0
+    for _ in range(most + 1):
+        found = _BEFORE.match(raw, at)
+        if found is None or found.end() == len(raw):
+            return False
+        at = found.end() + 1
+    return True
 
 
 def _refuse_constant(name: str) -> None:

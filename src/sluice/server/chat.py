@@ -7,6 +7,7 @@ from typing import Any
 
 from sluice.server.asking import Asker, jobs_for
 from sluice.server.errors import bad
+from sluice.server.figures import Figures
 from sluice.server.formats import Delta, Format, Splitter, check_tools
 from sluice.server.jobs import Event, Finished, Job, TokenEvent
 from sluice.server.limits import Limits
@@ -85,7 +86,7 @@ class ChatReply(Reply):
         self, request: ChatRequest, prompt: tuple[int, ...], model: ServedModel, splitters: Sequence[Splitter]
     ) -> None:
         super().__init__(request, [prompt], model, prefix="chatcmpl", object="chat.completion.chunk")
-        self._choices = [_Choice(i, model, each, request.logprobs) for i, each in enumerate(splitters)]
+        self._choices = [_Choice(i, model, each, request) for i, each in enumerate(splitters)]
 
     def take(self, index: int, event: Event) -> Iterable[dict[str, Any]]:
         choice = self._choices[index]
@@ -97,6 +98,8 @@ class ChatReply(Reply):
             self.ended(index, event)
         else:
             return
+        if not self.stream:
+            return
         for news in choice.news(deltas):
             yield self.chunk(news)
         if isinstance(event, Finished):
@@ -107,22 +110,22 @@ class ChatReply(Reply):
 
 
 class _Choice:
-    """One answer: its parts, as the splitter tells them apart."""
+    """One answer: its parts, as the splitter tells them apart. Of a stream nothing is kept that has been told."""
 
-    def __init__(self, index: int, model: ServedModel, splitter: Splitter, logprobs: bool) -> None:
+    def __init__(self, index: int, model: ServedModel, splitter: Splitter, request: ChatRequest) -> None:
         self.index = index
         self._model = model
         self._splitter = splitter
+        self._stream = request.stream
         self._finish_reason: str | None = None
         self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._calls: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] | None = [] if logprobs else None
-        self._told: int | None = None  # how many tokens' log-probabilities chunks have brought; None: no chunk yet
+        self._figures = Figures() if request.logprobs else None
+        self._begun = False  # whether there has been a chunk
 
     def token(self, event: TokenEvent) -> list[Delta]:
-        if self._logprobs is not None and event.id is not None and event.logprob is not None:
-            tops = [self._logprob(id, logprob) for id, logprob in event.top]
-            self._logprobs.append(self._logprob(event.id, event.logprob) | {"top_logprobs": tops})
+        if self._figures is not None and event.id is not None and event.logprob is not None:
+            self._figures.add(event.id, event.logprob, event.top)
         return self._note(self._splitter.push(event.text, event.id))
 
     def finish(self, event: Finished) -> list[Delta]:
@@ -132,7 +135,7 @@ class _Choice:
 
     def _note(self, deltas: Iterable[Delta]) -> list[Delta]:
         noted = list(deltas)
-        for kind, text, _, id in noted:
+        for kind, text, _, id in () if self._stream else noted:
             if kind == "name":
                 self._calls.append({"id": id, "type": "function", "function": {"name": text, "arguments": ""}})
             elif kind == "arguments":
@@ -143,12 +146,12 @@ class _Choice:
 
     def news(self, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """What chunks say of these deltas, before them who speaks; log-probabilities come with the first."""
-        if self._told is None:
-            self._told = 0
+        if not self._begun:
+            self._begun = True
             yield self._chunk({"role": "assistant", "content": ""}, None)
-        fresh = None if self._logprobs is None else self._logprobs[self._told :]
-        self._told += len(fresh or ())
-        logprobs = {"content": fresh, "refusal": None} if fresh else None
+        logprobs = self._logprobs() if self._figures else None
+        if self._figures is not None:
+            self._figures.clear()
         for delta in deltas:
             yield self._chunk(_delta(delta), logprobs)
             logprobs = None
@@ -173,9 +176,17 @@ class _Choice:
         return {
             "index": self.index,
             "message": message,
-            "logprobs": None if self._logprobs is None else {"content": self._logprobs, "refusal": None},
+            "logprobs": None if self._figures is None else self._logprobs(),
             "finish_reason": self._finish_reason,
         }
+
+    def _logprobs(self) -> dict[str, Any]:
+        """What is known of each token that has not been told."""
+        content: list[dict[str, Any]] = []
+        for id, logprob, top in self._figures or ():
+            tops = [self._logprob(other, value) for other, value in top]
+            content.append(self._logprob(id, logprob or 0.0) | {"top_logprobs": tops})
+        return {"content": content, "refusal": None}
 
     def _logprob(self, id: int, logprob: float) -> dict[str, Any]:
         raw = self._model.token_bytes(id)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sluice.server.asking import Asker, jobs_for
 from sluice.server.errors import bad
+from sluice.server.figures import Figures
 from sluice.server.jobs import Event, Finished, Job, PromptLogprobs, TokenEvent
 from sluice.server.limits import Limits
 from sluice.server.model import ServedModel, finite
@@ -54,12 +56,13 @@ class CompletionReply(Reply):
             choice.prompt(event)
         elif isinstance(event, TokenEvent):
             choice.token(event)
-            if news := choice.news():
+            if self.stream and (news := choice.news()):
                 yield self.chunk(news)
         elif isinstance(event, Finished):
             choice.finish_reason = event.reason
             self.ended(index, event)
-            yield self.chunk(choice.news() or choice.as_dict("", None), index)
+            if self.stream:
+                yield self.chunk(choice.news() or choice.as_dict("", None), index)
 
     def whole(self) -> dict[str, Any]:
         return self.complete("text_completion", [choice.whole() for choice in self._choices])
@@ -75,7 +78,6 @@ class _Choice:
         self._pieces: list[str] = []
         self._logprobs = _Logprobs(model) if logprobs else None
         self._echoed: tuple[int, ...] = ()
-        self._told = 0, 0  # pieces and tokens that chunks have brought
 
     def echo(self, text: str, ids: tuple[int, ...]) -> None:
         """Begin with the prompt."""
@@ -94,16 +96,16 @@ class _Choice:
 
     def news(self) -> dict[str, Any] | None:
         """The choice as a chunk shows it: what came since the last one. None if that is nothing."""
-        pieces, tokens = self._told
-        text = "".join(self._pieces[pieces:])
-        logprobs = None if self._logprobs is None else self._logprobs.as_dict(tokens)
-        if not text and self.finish_reason is None and not (logprobs and logprobs["tokens"]):
+        told = self.whole()
+        if not told["text"] and self.finish_reason is None and not (told["logprobs"] and told["logprobs"]["tokens"]):
             return None
-        self._told = len(self._pieces), 0 if self._logprobs is None else len(self._logprobs.tokens)
-        return self.as_dict(text, logprobs)
+        self._pieces.clear()
+        if self._logprobs is not None:
+            self._logprobs.clear()
+        return told
 
     def whole(self) -> dict[str, Any]:
-        return self.as_dict("".join(self._pieces), None if self._logprobs is None else self._logprobs.as_dict(0))
+        return self.as_dict("".join(self._pieces), None if self._logprobs is None else self._logprobs.as_dict())
 
     def as_dict(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
@@ -113,34 +115,38 @@ class _Logprobs:
     """The lists that the format has, one entry a token; offsets count the text's characters."""
 
     def __init__(self, model: ServedModel) -> None:
-        self.tokens: list[str] = []
         self._model = model
-        self._logprobs: list[float | None] = []
-        self._tops: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
+        self._figures = Figures()
+        self._offsets = array("q")
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
     def add(self, id: int, logprob: float | None, top: _Top) -> None:
-        token = self._model.token
-        self.tokens.append(token(id))
+        self._figures.add(id, logprob, top)
         self._offsets.append(self._length)
         self._length += len(self._characters.decode(self._model.tokenizer.token_bytes(id)))
-        if logprob is None:
-            self._logprobs.append(None)
-            self._tops.append(None)
-            return
-        self._logprobs.append(finite(logprob))
-        tops: dict[str, float] = {}
-        for other, value in (*top, (id, logprob)):  # two tokens may have one text: the likelier counts
-            text = token(other)
-            tops[text] = max(tops.get(text, finite(value)), finite(value))
-        self._tops.append(tops)
 
-    def as_dict(self, start: int) -> dict[str, Any]:
+    def clear(self) -> None:
+        """Forget what has been told."""
+        self._figures.clear()
+        del self._offsets[:]
+
+    def as_dict(self) -> dict[str, Any]:
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        for id, logprob, top in self._figures:
+            tokens.append(self._model.token(id))
+            logprobs.append(None if logprob is None else finite(logprob))
+            tops.append(None if logprob is None else self._top([*top, (id, logprob)]))
         return {
-            "tokens": self.tokens[start:],
-            "token_logprobs": self._logprobs[start:],
-            "top_logprobs": self._tops[start:],
-            "text_offset": self._offsets[start:],
-        }
+            "tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": self._offsets.tolist(),
+        }  # fmt: skip
+
+    def _top(self, figures: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """By text: of two tokens with one text the likelier counts."""
+        tops: dict[str, float] = {}
+        for id, value in figures:
+            text = self._model.token(id)
+            tops[text] = max(tops.get(text, finite(value)), finite(value))
+        return tops

@@ -97,7 +97,8 @@ def _invalid(error: ValidationError) -> ApiError:
             param += f".{part}" if param else part
     param, said = param[:100], first["msg"]
     if first["type"] == "extra_forbidden":
-        said, code = f"this server knows no field {param!r}: leave it out", "unknown_parameter"
+        name = param or " ".join(str(first["loc"][-1]).split())[:100]
+        said, code = f"this server knows no field {name!r}: leave it out", "unknown_parameter"
     elif first["type"] == "missing":
         said, code = f"the field {param!r} is missing", "missing_required_parameter"
     else:

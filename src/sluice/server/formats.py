@@ -261,7 +261,9 @@ def _chosen(tools: Sequence[Any] | None, tool_choice: str | Mapping[str, Any] | 
         else:
             mode = inner.get("mode", "auto")
             listed = inner.get("tools")
-            functions = [each.get("function", {}) for each in listed or () if isinstance(each, Mapping)]
+            if not isinstance(listed, (list, tuple)):
+                raise InputError("tool_choice allows no list of tools; give the functions that may be called")
+            functions = [each.get("function", {}) for each in listed if isinstance(each, Mapping)]
             names = [each.get("name") for each in functions if isinstance(each, Mapping)]
     if mode not in ("auto", "required", "named"):
         raise InputError(f"tool_choice is {str(mode)[:40]!r}; give none, auto, required, or a function")

@@ -14,9 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from sluice.errors import InputError
+from sluice.server.connections import protocol, watch
 from sluice.server.jobs import Service, Totals
+from sluice.server.limits import Limits
 
-MAX_CONNECTIONS = 512  # more are told to come again, so that file descriptors don't run out
 LAST_WORDS_S = 3  # for answers that were cut off to reach their clients
 _TICK_S = 0.1
 _BACKLOG = 1024
@@ -85,28 +86,30 @@ class Ending:
 
 async def serve(
     app: FastAPI, bound: socket.socket, service: Service, asked_to_end: Callable[[], bool], *, drain_s: float,
-    on_drain: Callable[[int], object],
+    on_drain: Callable[[int], object], limits: Limits,
 ) -> Ending:  # fmt: skip
     """Serve until `asked_to_end`, a few times a second, says so. Then nothing new is taken, what runs may finish within
     `drain_s` or until it says so again, and what doesn't is failed; `on_drain` is told how many jobs there were."""
     config = uvicorn.Config(
-        app, log_level="critical", access_log=False, ws="none", server_header=False,
-        limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=LAST_WORDS_S, backlog=_BACKLOG,
+        app, http=protocol(limits), log_level="critical", access_log=False, ws="none", server_header=False,
+        timeout_graceful_shutdown=LAST_WORDS_S, backlog=_BACKLOG,
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
+    watching = asyncio.create_task(watch(lambda: server.server_state.connections, limits))
     while not asked_to_end() and not serving.done():
         await asyncio.sleep(_TICK_S)
     app.state.draining = True
-    before = service.state()
+    before = await asyncio.to_thread(service.state)
     on_drain(len(before.running) + len(before.queue))
     closing = asyncio.create_task(asyncio.to_thread(service.close, drain_s))
     while not (await asyncio.wait((closing,), timeout=_TICK_S))[0]:
         if asked_to_end():
             await asyncio.to_thread(service.close, 0)
     await closing
-    after = service.state()
+    after = await asyncio.to_thread(service.state)
     server.should_exit = True
     await serving
+    watching.cancel()
     cut_off = sum(after.totals.failures.values()) - sum(before.totals.failures.values())
     return Ending(after.totals, cut_off)

@@ -25,6 +25,7 @@ class Reply:
         self.object = object
         self.n_choices = len(prompts) * request.n
         self.reasoning_tokens = 0
+        self.stream = request.stream
         self._include_usage = request.include_usage
         self._per_prompt = request.n
         self._prompt_tokens = sum(map(len, prompts))

@@ -130,6 +130,11 @@ class Scheduler:
         """The most streams that may decode together now."""
         return self._width.limit
 
+    @property
+    def most_together(self) -> int:
+        """How many requests can be submitted together where there are no others: more never can."""
+        return self.max_queue + (self.streams if self._width.max_step_s is None else 1)
+
     # -- events --
 
     def submit(self, new: Sequence[Request], now: float) -> None:

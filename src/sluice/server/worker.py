@@ -123,6 +123,8 @@ class Worker:
     def submit_all(self, jobs: Sequence[Job], on_event: Callable[[int, Event], None]) -> list[int]:
         for job in jobs:
             self._check(job)
+        if len(jobs) > (most := self._scheduler.most_together):
+            raise InputError(f"{len(jobs)} choices are asked for, and {most} may wait together: ask for fewer")
         with self._changed:
             if self._fault is not None:
                 raise SluiceError(self._fault)
