@@ -11,3 +11,9 @@ lint:
 	ruff format --check .
 	pyright
 	lint-imports
+
+# The reference experiment, about a day on 2 cores; what is done is not done again (python experiments/run.py list).
+.PHONY: experiments
+experiments:
+	python experiments/run.py all
+	python experiments/run.py results

@@ -9,6 +9,10 @@ from typing import Any
 from sluice.cli.commands import group
 from sluice.cli.extras import check_extra
 from sluice.cli.train_data import data
+from sluice.cli.train_evaluate import evaluate
+from sluice.cli.train_export import export
+from sluice.cli.train_fit import locality, pretrain
+from sluice.cli.train_stages import onpolicy, prerouter, recover, text
 
 
 def _training(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,8 +26,9 @@ def _training(command: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+IN_ORDER = (pretrain, locality, export, text, prerouter, recover, onpolicy, evaluate)
 app = group(
     "train",
     "Train what makes routing cacheable: small models, heads that predict routes, adapters that recover.",
-    {"data": data},
+    {"data": data} | {command.__name__: _training(command) for command in IN_ORDER},
 )

@@ -1,0 +1,136 @@
+"""What the reference experiment's trainings are asked to do, as recipes of `sluice train`. Knows no commands.
+
+All pretrainings of a seed begin with the same numbers and see the same rows in the same order, so a run and its base
+differ in what their recipes differ in and nothing else.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Sections = dict[str, dict[str, Any]]
+BASE: Sections = tomllib.loads((Path(__file__).parent / "base.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large an experiment is. `base` is the base model's recipe.
+
+    `passages` of `length` tokens of each domain are what is measured on; `margins` are what rerouting tries (MARGIN:J,
+    see docs/routing.md); `stages` the options of the commands that write text and train stages.
+    """
+
+    name: str
+    megabytes: float  # of text in each domain
+    vocab: int
+    valid: float  # share of the documents that are held out
+    base: Sections
+    passages: int
+    length: int
+    generate: int
+    margins: tuple[str, ...]
+    stages: Mapping[str, Mapping[str, Any]]
+    quantised: str = "q4_k"
+
+
+REFERENCE = Size(
+    name="reference",
+    megabytes=6,
+    vocab=4096,
+    valid=0.05,
+    base=BASE,
+    passages=32,
+    length=256,
+    generate=128,
+    margins=("0.1", "0.3", "0.05:0", "0.1:0", "0.2:0", "0.3:0", "0.4:0"),
+    stages={
+        "text": {"prompts": 4000, "held_out": 64, "prompt_tokens": 32, "tokens": 96},
+        "prerouter": {"steps": 800, "batch": 16, "length": 256, "lr": 2e-3, "warmup": 50},
+        "recover": {"steps": 800, "batch": 16, "length": 128, "lr": 1e-3, "warmup": 50, "rank": 8,
+                    "targets": "attention,experts"},
+        "onpolicy": {"steps": 100, "batch": 16, "length": 128, "lr": 3e-4, "warmup": 10, "generate": 64},
+    },
+)  # fmt: skip
+
+TOY = Size(
+    name="toy",
+    megabytes=0,
+    vocab=320,
+    valid=0.2,
+    base={
+        "model": {**BASE["model"], "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+                  "num_key_value_heads": 1, "head_dim": 16, "num_experts": 16, "moe_intermediate_size": 32},
+        "train": {**BASE["train"], "steps": 6, "batch": 4, "length": 32, "warmup": 2, "log_every": 2, "save_every": 3,
+                  "valid_every": 0},
+        "data": {"valid_rows": 2},
+    },
+    passages=3,
+    length=48,
+    generate=8,
+    margins=("0.1", "0.5:0"),
+    stages={
+        "text": {"prompts": 12, "held_out": 4, "prompt_tokens": 8, "tokens": 12},
+        "prerouter": {"steps": 3, "batch": 4, "length": 24, "lr": 1e-3, "held_out": 2, "hidden": 8},
+        "recover": {"steps": 3, "batch": 4, "length": 20, "lr": 1e-3, "held_out": 2, "rank": 2,
+                    "targets": "attention,experts"},
+        "onpolicy": {"steps": 2, "batch": 4, "length": 20, "lr": 1e-3, "held_out": 2, "generate": 8},
+    },
+    quantised="q4_0",
+)  # fmt: skip
+SIZES = {size.name: size for size in (REFERENCE, TOY)}
+
+# The paper's three strengths of its loss, then tries of ours at its gate: what each changes of the base's recipe.
+LOCALITY: Mapping[str, tuple[str, Sections]] = {
+    "weak": ("chance that neighbours draw the same expert, λ 0.1", {"locality": {"loss": "overlap", "weight": 0.1}}),
+    "medium": ("the same, λ 0.4", {"locality": {"loss": "overlap", "weight": 0.4}}),
+    "strong": ("the same, λ 1.6", {"locality": {"loss": "overlap", "weight": 1.6}}),
+    "margin": (
+        "only where the router is nearly indifferent, against an LRU of its layer's own",
+        {"locality": {"loss": "margin", "weight": 0.5, "slots": 4}},
+    ),
+    "set": (
+        "the chosen set, straight through, against an LRU of its layer's own",
+        {"locality": {"loss": "set", "weight": 0.3, "slots": 4}},
+    ),
+    "late": (
+        "the chosen set, λ rising over the second half",
+        {"locality": {"loss": "set", "weight": 0.6, "slots": 4, "anneal": "late"}},
+    ),
+    "bias": (
+        "the chosen set; loads kept even by a bias instead of a loss",
+        {"locality": {"loss": "set", "weight": 0.3, "slots": 4}, "balance": {"loss": 0.0, "bias": 0.003}},
+    ),
+    "distill": (
+        "the chosen set, and half of the loss is the base model's distribution",
+        {"locality": {"loss": "set", "weight": 0.3, "slots": 4}, "distill": {"weight": 0.5}},
+    ),
+}  # fmt: skip
+DOMAIN: Sections = {"domain": {"weight": 0.3, "prior": 2.0}}
+
+
+def recipe(size: Size, seed: int, *more: Sections) -> Sections:
+    """The base's recipe with `more` on top."""
+    found: Sections = {name: dict(values) for name, values in size.base.items()}
+    for sections in ({"train": {"seed": seed}}, *more):
+        for name, values in sections.items():
+            found[name] = {**found.get(name, {}), **values}
+    return found
+
+
+def toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of numbers, texts and truths as TOML."""
+    parts = []
+    for name, values in sections.items():
+        lines = [f"[{name}]", *(f"{key} = {_value(value)}" for key, value in values.items())]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else repr(value)

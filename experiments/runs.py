@@ -1,0 +1,81 @@
+"""The reference experiment's runs: which commands each is, and what it needs first. Runs nothing.
+
+data                         text of four domains, its tokens, held-out passages
+base-s1 … base-s3            a small model from scratch, and what it costs
+weak-s1 …                    the same with a locality loss: the paper's strengths, then tries of ours
+choose                       which try is claimed, by a rule that was written down before: `chosen`
+local-s2, local-s3           that try, with the other seeds
+domain-s1 … domain-s3        experts divided over the domains
+stack-s1 … stack-s3          cache-aware rerouting on the base and on the chosen try
+control                      the negative control: loading a domain's experts at a switch
+live                         the engine's own counters on the exported files, against the simulator
+text-sN, prerouter-sN, recover-sN, onpolicy-sN, stages-sN    three stages on 4 bits, and what each won back
+survival                     what merging the adapter would leave
+speed                        misses and tokens a second at 15 % of the experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import parts
+from recipes import DOMAIN, LOCALITY, Sections, Size
+from runner import Run, Step, Work
+
+SEEDS = (1, 2, 3)
+Steps = Callable[[Work], Sequence[Step]]
+STAGES = {
+    "text": "text that the unquantised base writes",
+    "prerouter": "stage 1: heads imitate the next layer's router",
+    "recover": "stage 2: heads and adapter on the teacher's text",
+    "onpolicy": "stage 3: the student writes, the teacher scores",
+}
+
+
+def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
+    """All runs by name, in an order in which they can be done. `texts` by domain are taken instead of the packages'."""
+    runs: dict[str, Run] = {}
+
+    def add(name: str, about: str, needs: tuple[str, ...], steps: Steps, minutes: float) -> None:
+        runs[name] = Run(name, about, needs, steps, minutes)
+
+    def trained(name: str, about: str, seed: int, changes: Sections, *more: str) -> None:
+        add(name, about, ("data", *more), partial(parts.pretrained_steps, size, name, seed, changes), 40)
+
+    add("data", "text of four domains, its tokens, held-out passages", (), partial(parts.data_steps, size, texts), 5)
+    for seed in SEEDS:
+        trained(f"base-s{seed}", f"the base model, seed {seed}", seed, {})
+    for name, (about, changes) in LOCALITY.items():
+        more = ("base-s1",) if "distill" in changes else ()
+        trained(f"{name}-s1", f"locality: {about}", 1, changes, *more)
+    add("choose", "which of the tries that are done is claimed", ("base-s1",), parts.choose_steps, 0)
+    for seed in SEEDS[1:]:
+        steps = partial(parts.local_steps, size, seed)
+        add(f"local-s{seed}", f"the chosen try, seed {seed}", ("choose", f"base-s{seed}"), steps, 40)
+    for seed in SEEDS:
+        trained(f"domain-s{seed}", f"experts divided over domains, seed {seed}", seed, DOMAIN)
+    needs = ("choose", "base-s1")
+    add("stack-s1", "rerouting on the base and on tries", needs, partial(parts.stack_steps, size, 1), 30)
+    for seed in SEEDS[1:]:
+        needs, steps = ("stack-s1", f"base-s{seed}"), partial(parts.stronger_steps, size, seed)
+        add(f"stronger-s{seed}", f"the stack's model, where it isn't the claimed one, seed {seed}", needs, steps, 40)
+        needs, steps = (f"stronger-s{seed}", f"local-s{seed}"), partial(parts.stack_steps, size, seed)
+        add(f"stack-s{seed}", f"what was claimed of rerouting, seed {seed}", needs, steps, 5)
+    needs = ("base-s1", "domain-s1")
+    add("control", "loading a domain's experts at a switch", needs, partial(parts.control_steps, size), 2)
+    needs = ("choose", "base-s1")
+    add("live", "the engine's counters against the simulator", needs, partial(parts.live_steps, size), 5)
+    for seed in SEEDS:
+        previous = f"base-s{seed}"
+        for stage, about in STAGES.items():
+            steps = partial(parts.stage_steps, size, seed, stage)
+            add(f"{stage}-s{seed}", f"{about}, seed {seed}", (previous,), steps, 30)
+            previous = f"{stage}-s{seed}"
+        steps = partial(parts.stages_steps, size, seed)
+        add(f"stages-s{seed}", f"what the stages won back, seed {seed}", (previous,), steps, 10)
+    needs = ("onpolicy-s1",)
+    add("survival", "what merging the adapter would leave", needs, partial(parts.survival_steps, size), 3)
+    about = "misses and tokens a second at 15 % of the experts"
+    add("speed", about, ("choose", *needs), partial(parts.speed_steps, size), 10)
+    return runs

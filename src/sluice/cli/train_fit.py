@@ -1,0 +1,160 @@
+"""`sluice train pretrain` and `locality`: train whole models by recipes. They compute nothing themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sluice.cli.options import Json
+from sluice.cli.signals import deferred
+from sluice.cli.terminal import emit, note, print_facts, progress_bar
+from sluice.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sluice.train.recipe import Recipe
+
+_WHAT = "What the recipe says otherwise"
+_SAID_EVERY_S = 20.0
+
+
+def _option(*names: str, metavar: str, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_WHAT, show_default=False)
+
+
+Data = Annotated[Path, typer.Argument(metavar="DATA", help="A data folder, made by `sluice train data`.")]
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The run's folder. One that was interrupted goes on where it stopped.")
+]
+ARecipe = Annotated[
+    Path, typer.Option("--recipe", metavar="TOML", help="What to train and how.", show_default=False)
+]  # fmt: skip
+Start = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="MODEL", help="A model's folder to start from. Default: from scratch, by the "
+                 "recipe's section model.", show_default=False),
+]  # fmt: skip
+Teacher = Annotated[
+    Path | None,
+    typer.Option("--teacher", metavar="MODEL", help="A model whose predictions are learned too, as section distill says.",
+                 show_default=False),
+]  # fmt: skip
+Steps = Annotated[int | None, _option("--steps", metavar="N", help="Steps of the run.")]
+Seed = Annotated[int | None, _option("--seed", metavar="S", help="Decides the first weights and the order of text.")]
+Rate = Annotated[float | None, _option("--lr", metavar="X", help="The highest learning rate.")]
+Loss = Annotated[str | None, _option("--loss", metavar="NAME", help="The loss on neighbouring tokens' routes.")]
+Weight = Annotated[float | None, _option("--weight", metavar="X", help="Its weight, λ.")]
+Domain = Annotated[
+    float | None, _option("--domain", metavar="X", help="Divide experts over domains, by a loss of this weight.")
+]
+
+
+def pretrain(
+    data: Data, run: Run, recipe: ARecipe, start: Start = None, teacher: Teacher = None, steps: Steps = None,
+    seed: Seed = None, lr: Rate = None, json: Json = False,
+) -> int:  # fmt: skip
+    """Train a model with experts on text of several domains, from scratch or from another model.
+
+    Metrics go to RUN/metrics.jsonl and to TensorBoard, the model to RUN/model, what came of it to RUN/result.json.
+    Ctrl-C saves a checkpoint; the same command goes on from it, to the same weights. On several GPUs:
+    `accelerate launch -m sluice train pretrain …`.
+    """
+    from sluice.train.recipe import read_recipe
+
+    changes = {"steps": steps, "seed": seed, "lr": lr}
+    return _train(data, run, read_recipe(recipe).changed({"train": _given(changes)}), start, teacher, json=json)
+
+
+def locality(
+    data: Data, run: Run, recipe: ARecipe, start: Start = None, teacher: Teacher = None, loss: Loss = None,
+    weight: Weight = None, domain: Domain = None, steps: Steps = None, seed: Seed = None, lr: Rate = None,
+    json: Json = False,
+) -> int:  # fmt: skip
+    """Train a model whose routes cache well: as pretrain, with a loss on neighbouring tokens' routes, or on domains'.
+
+    From scratch, or from a model that is to become local. The recipe's sections locality and domain say how strongly.
+    """
+    from sluice.train.recipe import read_recipe
+
+    changes = {
+        "train": _given({"steps": steps, "seed": seed, "lr": lr}),
+        "locality": _given({"loss": loss, "weight": weight}),
+        "domain": _given({"weight": domain}),
+    }
+    asked = read_recipe(recipe).changed(changes)
+    if not (asked.locality.weight or asked.domain.weight or asked.domain.prior):
+        raise InputError("nothing local is asked for: give --weight or --domain a number above 0, or use pretrain")
+    return _train(data, run, asked, start, teacher, json=json)
+
+
+def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if value is not None}
+
+
+def _train(
+    data: Path, run: Path, recipe: Recipe, start: Path | None, teacher: Path | None, *, json: bool
+) -> int:  # fmt: skip
+    from sluice.train.loop import Stopped
+    from sluice.train.pretrain import pretrain as train
+    from sluice.train.processes import place
+
+    if start is not None and recipe.model:
+        recipe = recipe.without_model()
+    with deferred() as stop, progress_bar("training") as progress:
+        try:
+            result = train(
+                data, run, recipe, start=start, teacher=teacher, progress=progress,
+                report=reporter(recipe.train.steps), stop=lambda: bool(stop),
+            )  # fmt: skip
+        except Stopped as stopped:
+            if place().first:
+                note(f"sluice: {stopped}")
+            return stop.exit_code
+    if not place().first:
+        return 0  # the first process speaks for all
+    if json:
+        emit(result)
+    else:
+        _show(result)
+    return 0
+
+
+def reporter(steps: int) -> Callable[[Mapping[str, Any]], None]:
+    """Says on stderr now and then how training goes: a line of metrics as a sentence, with the time that is left."""
+    said_at = -_SAID_EVERY_S
+
+    def report(line: Mapping[str, Any]) -> None:
+        nonlocal said_at
+        now = perf_counter()
+        if "valid" in line:
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in line["valid"].items())
+            note(f"step {line['step']}/{steps}, held out: {figures}")
+        elif now - said_at >= _SAID_EVERY_S or line["step"] == steps:
+            said_at = now
+            left = ""
+            if line["tok_per_s"]:
+                seconds = (steps - line["step"]) * line["tokens"] / line["step"] / line["tok_per_s"]
+                left = f", {seconds / 60:.0f} min left"
+            note(f"step {line['step']}/{steps}, loss {line['loss']:.4f}, {line['tok_per_s'] or 0:,.0f} tokens/s{left}")
+
+    return report
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    figures = result["valid"]
+    facts = [
+        ("model", str(result["model"])),
+        ("trained", f"{result['steps']} steps, {result['tokens']:,} tokens in {result['elapsed_s'] / 60:.1f} min"),
+        ("parameters", f"{result['parameters']:,}"),
+    ]
+    if "loss" in figures:
+        facts.append(("held out", f"loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"))
+    if "reuse" in figures:
+        facts.append(("routes", f"{figures['reuse']:.1%} of a token's experts are the token before's; a layer's LRU of "
+                      f"13.4 % would miss {figures['lru_miss']:.1%}"))  # fmt: skip
+    print_facts(facts)

@@ -1,0 +1,1 @@
+"""Training: models with expert locality, prerouter heads and adapters, with PyTorch. Imports nothing by itself."""

@@ -1,0 +1,95 @@
+"""What a run may ask of routes beside even load: neighbours that share experts, domains that keep to theirs.
+
+Terms of `language.LanguageModel`; they know losses and schedules, no files.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sluice.errors import InputError
+from sluice.train.language import Pass, Term
+from sluice.train.losses.domain import outside, partition
+from sluice.train.losses.locality import Choice, held_before, loss_named
+from sluice.train.objective import Metrics
+from sluice.train.recipe import Distill, Domain, Locality, Recipe
+
+
+def strength(anneal: str, done: float) -> float:
+    """The part of its weight that a term has when `done` of the run is done."""
+    first, second = min(1.0, 2 * done), max(0.0, 2 * done - 1)
+    return {"constant": 1.0, "rise": first, "fall": 1 - second, "late": second}[anneal]
+
+
+class Neighbours(Term):
+    """Rewards tokens for taking the experts that a cache holds, or the token before took."""
+
+    def __init__(self, asked: Locality) -> None:
+        self.asked, self._loss = asked, loss_named(asked.loss)
+
+    def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
+        parts: list[Tensor] = []
+        for logits, ids in seen.routes.values():
+            held = held_before(ids, logits.shape[-1], self.asked.slots or ids.shape[-1])
+            parts.append(self._loss(Choice(logits, ids, held, self.asked.tau)))
+        value = torch.stack(parts).mean()
+        weight = self.asked.weight * strength(self.asked.anneal, seen.done)
+        return weight * value, {"locality": float(value.detach())}
+
+
+class OwnExperts(Term):
+    """Keeps each domain's tokens to its part of the experts."""
+
+    def __init__(self, asked: Domain, n_expert: int, n_domains: int) -> None:
+        self.asked, self.parts = asked, partition(n_expert, n_domains)
+
+    def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
+        own = self.parts.to(seen.domain.device)[seen.domain]  # [B, E]
+        value = torch.stack([outside(logits, own) for logits, _ in seen.routes.values()]).mean()
+        inside = torch.stack([_inside(own, ids) for _, ids in seen.routes.values()]).mean()
+        return self.asked.weight * value, {"domain": float(value.detach()), "domain_hit": float(inside)}
+
+    def prior(self, domain: Tensor, n_expert: int, done: float) -> Tensor | None:
+        left = max(0.0, 1 - done / self.asked.until) if self.asked.until else 0.0
+        if not self.asked.prior or not left:
+            return None
+        return self.asked.prior * left * self.parts.to(domain.device)[domain].float()
+
+
+class Teacher(Term):
+    """Takes the teacher's next-token distribution for a part of what is to be learned."""
+
+    def __init__(self, asked: Distill, teacher: nn.Module) -> None:
+        self.weight, self.teacher = asked.weight, teacher.eval().requires_grad_(False)
+
+    def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
+        with torch.no_grad():
+            wanted = self.teacher(input_ids=seen.ids[:, :-1], use_cache=False).logits.float().log_softmax(-1)
+        log_p = seen.logits.float().log_softmax(-1)
+        kl = (wanted.exp() * (wanted - log_p)).sum(-1).mean()
+        entropy = F.nll_loss(log_p.flatten(0, 1), seen.ids[:, 1:].flatten())
+        return self.weight * (kl - entropy), {"kl": float(kl.detach())}
+
+
+def terms(recipe: Recipe, n_expert: int, n_domains: int, teacher: nn.Module | None) -> list[Term]:
+    """What `recipe` asks for beside cross entropy and balance. Raises InputError."""
+    found: list[Term] = []
+    loss_named(recipe.locality.loss)
+    if recipe.locality.weight:
+        found.append(Neighbours(recipe.locality))
+    if recipe.domain.weight or recipe.domain.prior:
+        found.append(OwnExperts(recipe.domain, n_expert, n_domains))
+    if recipe.distill.weight and teacher is not None:
+        found.append(Teacher(recipe.distill, teacher))
+    elif recipe.distill.weight:
+        raise InputError("distill.weight asks for a teacher: give --teacher MODEL, or leave it out")
+    elif teacher is not None:
+        raise InputError("a teacher is given and distill.weight is 0: give it a weight, or leave the teacher out")
+    return found
+
+
+def _inside(own: Tensor, ids: Tensor) -> Tensor:
+    """The share of choices [B, T, k] within `own` [B, E]."""
+    return own.gather(1, ids.flatten(1)).float().mean()

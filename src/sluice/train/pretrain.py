@@ -1,0 +1,151 @@
+"""Runs that train a whole model, from a recipe: opens data and models, builds the objective, hands it to the loop.
+
+Knows no loss and no gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from sluice.errors import InputError
+from sluice.train import processes
+from sluice.train.data import Batches, Tokens
+from sluice.train.experts import use_fast_experts
+from sluice.train.families import FAMILIES, config_of, family_of
+from sluice.train.language import LanguageModel, n_experts
+from sluice.train.locality import terms
+from sluice.train.loop import Progress, Report, Stop, fit
+from sluice.train.opening import open_model
+from sluice.train.recipe import Recipe
+from sluice.train.tokenizer import open_tokenizer
+
+VALID_SEED = 0  # held-out rows are the same ones for every run on the same data
+VALID_BATCH = 8
+UNDECLARED = ("head_dim",)  # what models read of a configuration that its class does not declare
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+def pretrain(
+    data: Path, out: Path, recipe: Recipe, *, start: Path | None = None, teacher: Path | None = None,
+    progress: Progress | None = None, report: Report | None = None, stop: Stop = lambda: False,
+) -> dict[str, Any]:  # fmt: skip
+    """Train a model on the data folder `data`, from the one in `start` or from scratch, into the run's folder `out`.
+
+    Returns what `fit` does, with the model's folder as `model`. Goes on where an interrupted run of the same recipe and
+    data stopped. Raises InputError for what doesn't go together, DivergedError, Stopped.
+    """
+    here, settings = processes.place(), recipe.train
+    tokens = Tokens(data, check=here.first)
+    batches = Batches(
+        tokens, "train", settings.batch, settings.length, settings.seed, weights=dict(recipe.data.weights) or None,
+        rank=here.rank, world=here.world,
+    )  # fmt: skip
+    if start is not None and recipe.model:
+        raise InputError("a model is given to start from and the recipe has a [model]: leave out one of them")
+    model = fresh(recipe.model, tokens, settings.seed) if start is None else opened(start, tokens)
+    model = model.to(here.device)
+    use_fast_experts(model)
+    guide = None if teacher is None else opened(teacher, tokens).to(here.device)
+    if guide is not None:
+        use_fast_experts(guide)
+        if config_of(guide).vocab_size != config_of(model).vocab_size:
+            raise InputError(f"{teacher}: has another vocabulary than the model: give a teacher of the same tokenizer")
+    more = terms(recipe, n_experts(model), len(tokens.domains), guide)
+    objective = LanguageModel(
+        model, recipe.balance, held_out(tokens, settings.length, recipe.data.valid_rows), tokens.domains,
+        saver(tokens.folder if start is None else start), more,
+    )  # fmt: skip
+    asked = {
+        **recipe.as_dict(),
+        "data_fingerprint": tokens.fingerprint,
+        "start": None if start is None else identity(start),
+        "teacher": None if teacher is None else identity(teacher),
+    }
+    result = fit(objective, batches, settings, out, recipe=asked, progress=progress, report=report, stop=stop)
+    return {**result, "model": str(out / "model")}
+
+
+def fresh(asked: Mapping[str, Any], tokens: Tokens, seed: int) -> nn.Module:
+    """An untrained model of a recipe's [model], float32, for the data's tokens. Raises InputError."""
+    numbers = dict(asked)
+    name = numbers.pop("family", None)
+    if name not in FAMILIES:
+        said = "missing" if name is None else f"{name!r}, which is unknown"
+        raise InputError(f"model.family is {said}: choose from {', '.join(FAMILIES)}, or give a model to start from")
+    kind = "qwen3_5_moe_text" if name == "qwen3_5_moe" else name
+    known = AutoConfig.for_model(kind)
+    own = {"vocab_size": tokens.n_vocab, "bos_token_id": tokens.end, "eos_token_id": tokens.end, "pad_token_id": None}
+    for key in numbers:
+        if key in own:
+            raise InputError(f"model.{key} is the data's to say: leave it out")
+        if not (hasattr(known, key) or key in UNDECLARED) or key.startswith("_"):
+            raise InputError(f"model.{key} is unknown: {type(known).__name__} has no such number")
+    torch.manual_seed(seed)
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **numbers, **own), dtype=torch.float32)
+    except Exception as error:  # transformers checks some numbers by exceptions of its own, and others not at all
+        raise InputError(f"[model] can't be built ({_line(error)}): correct its numbers") from None
+    family_of(model).routers(model)
+    return model
+
+
+def opened(path: Path, tokens: Tokens) -> nn.Module:
+    """The model in a folder, whose tokenizer must be the data's. Raises InputError."""
+    tokens.check_tokenizer(open_tokenizer(path), str(path))
+    return open_model(path)
+
+
+def held_out(tokens: Tokens, length: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches (ids [B, length + 1], domain [B]) of held-out text: `rows` rows of each domain, or as many as it has."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for domain in tokens.domains:
+        n = min(rows, max(1, (tokens.shard(domain, "valid").tokens - 1) // length))
+        batches = Batches(tokens, "valid", 1, length, VALID_SEED, domains=[domain])
+        some = [batches.next() for _ in range(n)]
+        for first in range(0, n, VALID_BATCH):
+            ids, whose = zip(*some[first : first + VALID_BATCH], strict=True)
+            found.append((torch.cat([torch.from_numpy(one) for one in ids]), torch.tensor([int(d[0]) for d in whose])))
+    return found
+
+
+def saver(tokenizer: Path) -> Callable[[nn.Module, Path], None]:
+    """Writes a model's folder, with the tokenizer's files of another."""
+
+    def save(model: nn.Module, folder: Path) -> None:
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            model.save_pretrained(folder)  # type: ignore[operator]  # transformers' models have it
+        finally:
+            if shown:
+                logging.enable_progress_bar()
+        for name in TOKENIZER_FILES:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
+
+    return save
+
+
+def identity(folder: Path) -> str:
+    """A hash that says which model a folder holds: of its configuration and weights. Raises InputError for no model."""
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
+    if not files:
+        raise InputError(f"{folder}: is no model's folder: name one that holds config.json and model.safetensors")
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as one:
+            digest.update(hashlib.file_digest(one, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__

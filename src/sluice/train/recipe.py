@@ -1,0 +1,177 @@
+"""A recipe: what a run is asked to do, as a TOML file says it; knows what keys there are and not what they do.
+
+An unknown key is refused by name with the choices. Sections that are left out have their defaults, which do nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sluice.errors import InputError
+from sluice.train.settings import Settings
+
+MAX_BYTES = 1 << 20
+ANNEALS = ("constant", "rise", "fall", "late")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Data:
+    """`weights`: by domain, its part of the rows; empty: all domains alike. `valid_rows` of each are held out."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    valid_rows: int = 16
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How load is kept even: `loss` and `z` are the weights of the two losses, `bias` the rate of the bias a step.
+
+    The bias is for training alone: it fades between `fade` and 0.95 of the run, so that the model can do without.
+    """
+
+    loss: float = 0.01
+    z: float = 0.001
+    bias: float = 0.0
+    fade: float = 0.7
+
+
+@dataclass(frozen=True)
+class Locality:
+    """`weight` × the loss called `loss`, with `tau`, for an LRU of `slots` experts a layer (0: k, the token before's).
+
+    `anneal`: constant; `rise`: from 0 over the first half; `fall`: to 0 over the second; `late`: from 0 over it.
+    """
+
+    loss: str = "margin"
+    weight: float = 0.0
+    tau: float = 1.0
+    slots: int = 0
+    anneal: str = "constant"
+
+
+@dataclass(frozen=True)
+class Domain:
+    """`weight` × the loss that keeps tokens to their domain's experts, and `prior`, added to those experts' logits.
+
+    The prior is for training alone: it falls linearly to 0 at `until` of the run.
+    """
+
+    weight: float = 0.0
+    prior: float = 0.0
+    until: float = 0.5
+
+
+@dataclass(frozen=True)
+class Distill:
+    """`weight` × KL(teacher ‖ model) of next-token distributions takes that part of the cross entropy's place."""
+
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All of it. `model` holds the family and its configuration's numbers; empty where a model is given."""
+
+    train: Settings
+    model: Mapping[str, Any] = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
+    balance: Balance = field(default_factory=Balance)
+    locality: Locality = field(default_factory=Locality)
+    domain: Domain = field(default_factory=Domain)
+    distill: Distill = field(default_factory=Distill)
+
+    def __post_init__(self) -> None:
+        if self.locality.anneal not in ANNEALS:
+            raise InputError(f"locality.anneal {self.locality.anneal!r} is unknown: choose from {', '.join(ANNEALS)}")
+        if self.locality.tau <= 0:
+            raise InputError(f"locality.tau is {self.locality.tau:g}: give a number above 0")
+        for name, value in (("balance.fade", self.balance.fade), ("domain.until", self.domain.until)):
+            if value > 1:
+                raise InputError(f"{name} is {value:g}: give a part of the run, 0 to 1")
+        if self.distill.weight > 1:
+            raise InputError(f"distill.weight is {self.distill.weight:g}: give 0 to 1")
+        if self.data.valid_rows < 1:
+            raise InputError(f"data.valid_rows is {self.data.valid_rows}: give at least 1")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-like, with every default written out."""
+        return asdict(self)
+
+    def without_model(self) -> Recipe:
+        """The recipe for a model that is given, whatever model it was written for."""
+        return replace(self, model={})
+
+    def changed(self, sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
+        """The recipe with some of its sections' keys set anew. Raises InputError."""
+        changes: dict[str, Any] = {}
+        for name, values in sections.items():
+            changes[name] = _checked(type(getattr(self, name)), {**asdict(getattr(self, name)), **values}, name)
+        return replace(self, **changes)
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe in a TOML file. Raises InputError naming what is wrong with it."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path}: can't be read ({error.strerror}): name a recipe, a TOML file") from None
+    if len(text) > MAX_BYTES:
+        raise InputError(f"{path}: is larger than 1 MiB: name a recipe, a TOML file")
+    try:
+        table = tomllib.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: is no TOML ({' '.join(str(error).split())[:120]}): correct it there") from None
+    try:
+        return parse_recipe(table)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def parse_recipe(table: Mapping[str, Any]) -> Recipe:
+    """A recipe of a TOML file's table. Raises InputError."""
+    kinds = {"train": Settings, "data": Data, "balance": Balance, "locality": Locality, "domain": Domain,
+             "distill": Distill}  # fmt: skip
+    for name, value in table.items():
+        if name not in (*kinds, "model"):
+            raise InputError(f"section [{name}] is unknown: choose from {', '.join(('model', *kinds))}")
+        if not isinstance(value, dict):
+            raise InputError(f"{name} is no section: write [{name}] and its keys below")
+    if "train" not in table:
+        raise InputError("section [train] is missing: say at least steps, batch and length in it")
+    parts = {name: _checked(kind, table[name], name) for name, kind in kinds.items() if name in table}
+    return Recipe(**parts, model=dict(table.get("model", {})))
+
+
+def _checked(kind: type[_T], values: Mapping[str, Any], section: str) -> _T:
+    """A dataclass of a section's keys, each of its field's type. Raises InputError."""
+    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in known:
+            raise InputError(f"{section}.{name} is unknown: choose from {', '.join(known)}")
+        _check_type(f"{section}.{name}", str(known[name].type), value)
+    if kind is Settings and (missing := [name for name in ("steps", "batch", "length") if name not in values]):
+        raise InputError(f"{section}.{missing[0]} is missing: say how many")
+    return kind(**values)
+
+
+def _check_type(name: str, kind: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if kind == "int" and not (number and isinstance(value, int)):
+        raise InputError(f"{name} is {value!r}: give a whole number of at least 0")
+    if kind == "float" and not number:
+        raise InputError(f"{name} is {value!r}: give a number of at least 0")
+    if kind == "str" and not isinstance(value, str):
+        raise InputError(f"{name} is {value!r}: give a text")
+    if kind.startswith("Mapping"):
+        if not isinstance(value, Mapping):
+            raise InputError(f"{name} is {value!r}: give a table of names and numbers")
+        for key, one in value.items():
+            _check_type(f"{name}.{key}", "float", one)

@@ -1,0 +1,159 @@
+"""Terms on routes: what they do to a model that is trained with them, their schedules, their refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import toy_model, write_documents
+
+from sluice.cli.train_fit import locality as command
+from sluice.errors import InputError
+from sluice.train.data import prepare
+from sluice.train.language import LanguageModel, Pass, use
+from sluice.train.locality import Neighbours, OwnExperts, Teacher, strength, terms
+from sluice.train.losses.domain import partition
+from sluice.train.pretrain import pretrain
+from sluice.train.recipe import Balance, Distill, Domain, Locality, Recipe, parse_recipe
+
+torch.set_num_threads(1)
+
+MODEL = {
+    "family": "qwen3_moe", "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True,
+}  # fmt: skip
+TRAIN = {"steps": 60, "batch": 4, "length": 32, "lr": 1e-2, "warmup": 2}
+
+
+def recipe(**sections: Any) -> Recipe:
+    train = {**TRAIN, **sections.pop("train", {})}
+    return parse_recipe({"train": train, "data": {"valid_rows": 8}, "model": MODEL, **sections})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    files = write_documents(folder)
+    prepare(folder / "data", {name: [path] for name, path in files.items()}, vocab=300, valid_share=0.2, seed=0)
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return pretrain(data, tmp_path_factory.mktemp("runs") / "base", recipe())["valid"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"loss": "margin", "weight": 3.0, "slots": 2},
+        {"loss": "set", "weight": 1.0},
+        {"loss": "mass", "weight": 1.0, "slots": 3, "anneal": "rise"},
+    ],
+)
+def test_a_local_model_misses_less(
+    data: Path, base: dict[str, Any], tmp_path: Path, asked: dict[str, Any]
+) -> None:  # fmt: skip
+    local = pretrain(data, tmp_path / "run", recipe(locality=asked))["valid"]
+    assert local["lru_miss"] < 0.7 * base["lru_miss"] and local["reuse"] > base["reuse"]
+
+
+def test_domains_keep_to_their_experts_without_the_prior(data: Path, base: dict[str, Any], tmp_path: Path) -> None:
+    asked = recipe(domain={"weight": 1.0, "prior": 4.0, "until": 0.5})
+    local = pretrain(data, tmp_path / "run", asked)["valid"]
+    assert min(local["own.code"], local["own.prose"]) > 0.95 > min(base["own.code"], base["own.prose"])
+
+
+def test_a_teacher_is_learned_from(data: Path, tmp_path: Path) -> None:
+    taught = pretrain(data, tmp_path / "base", recipe(train={"steps": 40}))
+    run = tmp_path / "run"
+    asked = recipe(distill={"weight": 1.0}, train={"steps": 40, "log_every": 1, "seed": 5})
+    pretrain(data, run, asked, teacher=Path(taught["model"]))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kl = [line["kl"] for line in lines if "kl" in line]
+    assert kl[-1] < 0.3 * kl[0]
+
+
+def test_a_teacher_and_its_weight_go_together() -> None:
+    with pytest.raises(InputError, match="give --teacher"):
+        terms(recipe(distill={"weight": 0.5}), 8, 2, None)
+    with pytest.raises(InputError, match=r"distill\.weight is 0"):
+        terms(recipe(), 8, 2, toy_model())
+    with pytest.raises(InputError, match="choose from overlap, kl, mass, set, margin"):
+        terms(recipe(locality={"loss": "sticky"}), 8, 2, None)
+
+
+def test_only_what_has_a_weight_is_a_term() -> None:
+    assert terms(recipe(), 8, 2, None) == []
+    found = terms(recipe(locality={"weight": 1.0}, domain={"prior": 1.0}, distill={"weight": 1.0}), 8, 2, toy_model())
+    assert [type(one) for one in found] == [Neighbours, OwnExperts, Teacher]
+
+
+@pytest.mark.parametrize(
+    ("anneal", "strengths"),
+    [("constant", (1, 1, 1, 1)), ("rise", (0, 0.5, 1, 1)), ("fall", (1, 1, 1, 0)), ("late", (0, 0, 0, 1))],
+)
+def test_strengths(anneal: str, strengths: tuple[float, ...]) -> None:
+    assert tuple(strength(anneal, done) for done in (0, 0.25, 0.5, 1)) == strengths
+
+
+def a_pass(done: float) -> Pass:
+    z = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    ids = torch.zeros(2, 10, dtype=torch.long)
+    return Pass(ids, torch.tensor([0, 1]), torch.zeros(2, 9, 5), {0: (z, z.detach().topk(2, -1).indices)}, done)
+
+
+def test_a_terms_weight_follows_its_schedule() -> None:
+    term = Neighbours(Locality(loss="mass", weight=2.0, anneal="rise"))
+    loss, figures = term.loss(a_pass(0.25))
+    assert float(loss.detach()) == pytest.approx(2.0 * 0.5 * figures["locality"])
+
+
+def test_the_prior_is_for_a_domains_experts_and_ends() -> None:
+    term = OwnExperts(Domain(prior=3.0, until=0.5), 8, 2)
+    prior = term.prior(torch.tensor([1, 0]), 8, 0.25)
+    assert prior is not None and torch.equal(prior, 1.5 * partition(8, 2)[[1, 0]].float())
+    assert term.prior(torch.tensor([1, 0]), 8, 0.5) is None
+    _, figures = term.loss(a_pass(0.25))
+    assert 0 <= figures["domain_hit"] <= 1
+
+
+def test_a_prior_moves_choices_and_not_weights() -> None:
+    model = toy_model()
+    own = OwnExperts(Domain(prior=1e3), 8, 2)
+    objective = LanguageModel(model, Balance(), [], ["a", "b"], lambda m, p: None, [own])
+    ids, domain = torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1])
+    objective.done = 0.1
+    for logits, taken in objective.run(ids, domain, prior=True).routes.values():
+        allowed = partition(8, 2)[domain][:, None].expand_as(logits)
+        assert bool(allowed.gather(-1, taken).all())
+        best = logits.masked_fill(~allowed, -torch.inf).topk(2, -1).indices
+        assert torch.equal(best, taken)
+    free = objective.run(ids, domain)
+    plain = model(input_ids=ids[:, :-1]).logits
+    torch.testing.assert_close(free.logits, plain)
+
+
+def test_distilling_at_weight_1_is_the_divergence_alone() -> None:
+    seen, teacher = a_pass(0.0), toy_model()
+    seen = Pass(seen.ids, seen.domain, torch.randn(2, 9, 300), seen.routes, 0.0)
+    loss, figures = Teacher(Distill(weight=1.0), teacher).loss(seen)
+    entropy = torch.nn.functional.cross_entropy(seen.logits.flatten(0, 1), seen.ids[:, 1:].flatten())
+    assert float(loss + entropy) == pytest.approx(figures["kl"], rel=1e-4)
+
+
+def test_use_counts_experts_that_nothing_goes_to() -> None:
+    load = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
+    found = use(load, 1)
+    assert found["dead_share"] == 0.25 and found["load_entropy"] == pytest.approx(0.5)
+
+
+def test_the_command_wants_something_local(data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("[train]\nsteps = 2\nbatch = 4\nlength = 16\n", encoding="utf-8")
+    with pytest.raises(InputError, match="nothing local is asked for"):
+        command(data, tmp_path / "run", path)
