@@ -41,8 +41,8 @@ Start = Annotated[
 ]  # fmt: skip
 Teacher = Annotated[
     Path | None,
-    typer.Option("--teacher", metavar="MODEL", help="A model whose predictions are learned too, as section distill says.",
-                 show_default=False),
+    typer.Option("--teacher", metavar="MODEL", show_default=False,
+                 help="A model whose predictions are learned too, as the recipe's section distill says."),
 ]  # fmt: skip
 Steps = Annotated[int | None, _option("--steps", metavar="N", help="Steps of the run.")]
 Seed = Annotated[int | None, _option("--seed", metavar="S", help="Decides the first weights and the order of text.")]
