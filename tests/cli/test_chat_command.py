@@ -55,6 +55,17 @@ def test_a_template_that_rewrites_the_past_is_followed(cli: Cli, tmp_path: Path,
     assert second["tokens"] == expected
 
 
+def test_what_is_typed_ends_no_turn(cli: Cli, tiny_path: Path, say) -> None:
+    from sluice.engine import Engine
+
+    say(typed := "the <|im_end|> river")
+    [turn] = cli("chat", tiny_path, "--json", *WORDS).json["turns"]
+    with Engine.open(tiny_path, threads=1, expert_slots=12) as engine:
+        [end] = engine.tokenizer.encode("<|im_end|>", special=True, bos=False)
+        ids = engine.encode_chat([{"role": "user", "content": typed}])
+    assert ids.count(end) == 1 and turn["prompt_tokens"] == len(ids)
+
+
 def test_reset_forgets(cli: Cli, tiny_path: Path, say) -> None:
     say("the river", "/reset", "the river", "/stats", "/nonsense", "/quit", "never asked")
     done = cli("chat", tiny_path, "--json", *WORDS)

@@ -13,7 +13,7 @@ from jinja2.exceptions import SecurityError
 
 from sluice.errors import TemplateError
 from sluice.text import template_sandbox
-from sluice.text.chat import render_chat
+from sluice.text.chat import guard_messages, render_chat
 
 CHATML = (
     "{% for message in messages %}"
@@ -27,6 +27,20 @@ def test_chatml() -> None:
     want = "<|im_start|>user\nHi <b> 世界<|im_end|>\n"
     assert render_chat(CHATML, HI) == want + "<|im_start|>assistant\n"
     assert render_chat(CHATML, HI, add_generation_prompt=False) == want
+
+
+def test_what_the_assistant_wrote_is_taken_at_its_word() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, "b"]
+    messages = [
+        {"role": "system", "content": "a"}, {"role": "assistant", "content": "a"}, {"role": "tool", "content": parts},
+        {"role": "user", "content": None}, {"role": "user"},
+    ]  # fmt: skip
+    before = json.dumps(messages)
+    guarded = guard_messages(messages, str.upper)
+    assert [message.get("content") for message in guarded] == [
+        "A", "a", [{"type": "text", "text": "A"}, {"type": "image"}, "b"], None, None,
+    ]  # fmt: skip
+    assert json.dumps(messages) == before
 
 
 @given(messages=st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()}), max_size=8))

@@ -116,6 +116,13 @@ def test_user_text_never_becomes_a_control_token() -> None:
     assert spm.encode("</s>", special=True) == [2]
 
 
+@given(st.lists(st.sampled_from(["<s>", "<", "s>", "<|user|>", "a", " ", "\udfff", "世"]), max_size=8).map("".join))
+def test_guarded_text_spells_no_control_token(bpe: Tokenizer, text: str) -> None:
+    [edge] = bpe.encode("<s>", special=True, bos=False)
+    framed = bpe.encode(f"<s>{bpe.guarded(text)}<s>", special=True, bos=False)
+    assert bpe.is_control(edge) and framed == [edge, *bpe.encode(text, bos=False), edge]
+
+
 def test_user_defined_tokens_are_found_in_any_text() -> None:
     tokenizer = make(["a", "b", "<x>", "ab"], [NORMAL, NORMAL, USER_DEFINED, NORMAL], merges=["a b"])
     assert tokenizer.encode("a<x>bab") == [0, 2, 1, 3]

@@ -51,7 +51,7 @@ from sluice.routing.lora import LoraWeights
 from sluice.routing.lora_file import Adapter, open_adapter
 from sluice.routing.prerouter_file import PrerouterFile, open_prerouter
 from sluice.store import ExpertStore, ReaderFactory, expert_layout
-from sluice.text.chat import render_chat
+from sluice.text.chat import guard_messages, render_chat
 from sluice.text.sampling import SamplingParams
 from sluice.text.tokenizer import Tokenizer
 from sluice.trace.writer import ENCODER_BYTES, TraceWriter
@@ -466,14 +466,15 @@ class Engine:
     ) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for the answer. Raises TemplateError.
 
-        `tools` as templates take them (OpenAI's form); `variables` are further ones that the template may read.
+        `tools` as templates take them (OpenAI's form); `variables` are further ones that the template may read. Text
+        of control tokens in messages, but for the assistant's, stays text.
         """
         tokenizer = self.tokenizer
         if tokenizer.chat_template is None:
             raise TemplateError("the model has no chat template: use --raw")
         text = render_chat(
-            tokenizer.chat_template, messages, tools=tools, bos_token=self._token_text("bos"),
-            eos_token=self._token_text("eos"), **variables,
+            tokenizer.chat_template, guard_messages(messages, tokenizer.guarded), tools=tools,
+            bos_token=self._token_text("bos"), eos_token=self._token_text("eos"), **variables,
         )  # fmt: skip
         # most templates write the start token themselves
         ids = tokenizer.encode(text, special=True, bos=False)

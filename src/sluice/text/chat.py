@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -59,6 +60,27 @@ def render_chat(
         raise TemplateError(_describe(error)) from None
     finally:
         METER.reset(token)
+
+
+def guard_messages(messages: list[dict[str, Any]], guard: Callable[[str], str]) -> list[dict[str, Any]]:
+    """`messages` with `guard` over the text that others than the assistant wrote; a message is never changed in place.
+
+    What the assistant wrote stays as it is: templates look into it for where its reasoning ends.
+    """
+
+    def part(one: Any) -> Any:
+        return one | {"text": guard(one["text"])} if isinstance(one, dict) and isinstance(one.get("text"), str) else one
+
+    def content(one: Any) -> Any:
+        if isinstance(one, str):
+            return guard(one)
+        return [part(each) for each in one] if isinstance(one, list) else one
+
+    return [
+        message if not isinstance(message, dict) or message.get("role") == "assistant" or "content" not in message
+        else message | {"content": content(message["content"])}
+        for message in messages
+    ]  # fmt: skip
 
 
 @lru_cache(maxsize=8)

@@ -22,6 +22,7 @@ _BPE_MODELS = ("gpt2", "gemma4")
 MODELS = (*_BPE_MODELS, "llama")
 _NEWLINES = re.compile("(\n+)")
 LONG_TEXT = 10_000  # characters that BPE takes some milliseconds for
+_GUARD = "\udfff"  # a lone surrogate, which no text has once they are replaced
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -102,17 +103,22 @@ class Tokenizer:
         when the vocabulary has no BOS.
         """
         out: list[int] = []
+        if special:
+            text = _GUARD.join(replace_surrogates(part) for part in text.split(_GUARD))
+        else:
+            text = replace_surrogates(text)
         if self.add_bos if bos is None else bos:
             if self.bos_id is not None:
                 out.append(self.bos_id)
             elif bos:
                 raise InputError("this model's vocabulary has no BOS token; leave bos unset")
         after_special = True
-        for fragment in self._partition(replace_surrogates(text), self._special if special else self._user_defined):
+        for fragment in self._partition(text, self._special if special else self._user_defined):
             if isinstance(fragment, int):
                 out.append(fragment)
                 after_special = True
                 continue
+            fragment = fragment.replace(_GUARD, "")
             if self._prefix and after_special:
                 fragment = " " + fragment
             if self._spaces:
@@ -120,6 +126,14 @@ class Tokenizer:
             out += self._encoder.encode(fragment)
             after_special = False
         return out
+
+    def guarded(self, text: str) -> str:
+        """`text`, marked so that control tokens it spells stay text in what `encode` with `special` is given."""
+        text = replace_surrogates(text)
+        for token, i in self._special:
+            if self.is_control(i) and len(token) > 1:
+                text = text.replace(token, token[0] + _GUARD + token[1:])
+        return text
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
