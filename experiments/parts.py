@@ -246,7 +246,7 @@ def balanced_ppl(losses: Mapping[str, Sequence[tuple[float, int]]]) -> float:
 
 def control_steps(size: Size, work: Work) -> list[Step]:
     return [
-        evaluated(size, name, model_of(f"{name}-s1"), "--capacity", "13.4%,25%,40%", generate=False)
+        evaluated(size, name, model_of(f"{name}-s1"), "--capacity", "13.4%,25%,40%", "--switching", generate=False)
         for name in ("base", "domain")
     ]
 

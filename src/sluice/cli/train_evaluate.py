@@ -54,6 +54,9 @@ Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", help="Keep the routes as a trace.", show_default=False)
 ]
 Scores = Annotated[bool, typer.Option("--trace-scores", metavar="", help="With all experts' scores in it.")]
+Switching = Annotated[
+    bool, typer.Option("--switching", metavar="", help="Also what loading a domain's experts at a switch saves.")
+]
 Texts = Annotated[
     Path | None,
     typer.Option("--texts", metavar="FOLDER", help="Write the passages there, a file each, and measure nothing.",
@@ -67,12 +70,12 @@ def evaluate(
     model: Model, data: Data, weights: Weights = None, prerouter: Prerouter = None, routing: Routing = "exact",
     lora: Lora = None, teacher: Teacher = None, passages: Passages = 16, length: Length = 256,
     capacity: Capacity = "13.4%", generate: Generate = 0, trace: Trace = None, trace_scores: Scores = False,
-    texts: Texts = None, force: Force = False, json: Json = False,
+    switching: Switching = False, texts: Texts = None, force: Force = False, json: Json = False,
 ) -> int:  # fmt: skip
     """Measure a model on held-out text: perplexity by domain, and the misses of a simulated LRU cache in decoding.
 
-    Passages of the domains follow each other. Also measured: how much of a domain's demand its own experts serve, what
-    loading them at a switch saves; with --prerouter recall@k of each layer beside guesses that need no training; with
+    Passages of the domains follow each other. Also measured: how much of a domain's demand its own experts serve; with
+    --prerouter recall@k of each layer beside guesses that need no training; with
     --teacher KL; with --generate how often greedy text repeats itself.
     """
     from sluice.train import data as prepared
@@ -109,7 +112,9 @@ def evaluate(
         _adapted(opened, lora)
     heads = None if prerouter is None else _heads(prerouter)
     student = Student(opened, heads) if heads is not None and routing == "prerouted" else None
-    wanted = Wanted(shares=shares, trace=trace, force=force, scores=trace_scores, generate=generate)
+    wanted = Wanted(
+        shares=shares, trace=trace, force=force, scores=trace_scores, switching=switching, generate=generate
+    )
     with progress_bar("evaluating") as progress:
         measured = measure(
             opened, found, counted, tokens.end, heads=heads, student=student,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sluice.errors import InputError
 from sluice.lab.replay import Demands
-from sluice.lab.simulate import simulate
+from sluice.lab.simulate import Result, result, simulate
 from sluice.lab.stack_distance import LruStack
 from sluice.trace import TraceInfo, TraceReader
 from sluice.train.decode_routes import Decoded, decode_routes, decoded, info_of, write_trace
@@ -137,8 +137,8 @@ def cached(
         with TraceReader(path) as reader:
             demands = Demands.of(reader)
     least = int(demands.counts.max())
-    results = [simulate(demands, "lru", slots_of(share, demands.n_experts)).as_dict() for share in shares]
     stack, n = LruStack(demands), demands.tokens()
+    results = [lru(demands, stack, slots_of(share, demands.n_experts)).as_dict() for share in shares]
     slots = sorted({slots_of(share, demands.n_experts) for share in CURVE})
     curve = [
         {"slots": each, "share": each / demands.n_experts, "misses_per_token": int(stack.misses(each).sum()) / n}
@@ -146,6 +146,13 @@ def cached(
     ]  # fmt: skip
     per_token = int(demands.counts.sum()) / n
     return demands, {"results": results, "tokens": n, "demands_per_token": per_token, "curve": curve}
+
+
+def lru(demands: Demands, stack: LruStack, n_slots: int) -> Result:
+    """LRU with `n_slots` slots, by stack distances where they are exact, as `sluice simulate` does it."""
+    if stack.covers(demands, n_slots):
+        return result(demands, "lru", n_slots, stack.misses(n_slots))
+    return simulate(demands, "lru", n_slots)
 
 
 def slots_of(share: float, n_experts: int) -> int:
@@ -159,7 +166,10 @@ def slots_of(share: float, n_experts: int) -> int:
 def domain_use(
     info: TraceInfo, routes: Sequence[Decoded], counted: Sequence[Decoded], demands: Demands, shares: Sequence[float]
 ) -> dict[str, Any]:  # fmt: skip
-    """Each domain's set of experts, an even share of each layer's, picked on `counted` and measured on `routes`."""
+    """Each domain's set of experts, an even share of each layer's, picked on `counted` and measured on `routes`.
+
+    For each of `shares`, caches' sizes, what loading a domain's experts at a switch comes to.
+    """
     counts = domain_counts(counted, info.n_expert)
     size = max(1, info.n_expert // max(1, len(counts)))
     hits = pinned_hit_rates(routes, hottest_sets(counts, size))
@@ -216,6 +226,7 @@ class Wanted:
     trace: Path | None = None
     force: bool = False
     scores: bool = False  # in the trace
+    switching: bool = False  # caches that load a domain's experts at a switch
     generate: int = 0  # tokens after each prompt; 0: repetition isn't measured
 
 
@@ -245,7 +256,9 @@ def evaluate(
         **losses(scored),
         "load": load(scored.routes, info.n_expert),
         "cache": cache,
-        "domains": domain_use(info, scored.routes, list(decode_routes(model, counted)), demands, wanted.shares),
+        "domains": domain_use(
+            info, scored.routes, list(decode_routes(model, counted)), demands, wanted.shares if wanted.switching else ()
+        ),
         "recall": None if layers is None else _recall(layers),
         "repetition": None if continued is None else repetition(continued).as_dict(),
         "samples": None if continued is None else continued[:4],
