@@ -182,7 +182,7 @@ def prerouter(
 @grouped
 def recover(
     model: Model, texts: ATexts, run: Run, *, weights: Weights, heads: AHeads, rank: Rank = 8,
-    targets: Targets = "attention", kl: Kl = 1.0, heads_lr: HeadsRate = 1.0, options: RunOptions, force: Force = False,
+    targets: Targets = "attention", kl: Kl = 4.0, heads_lr: HeadsRate = 1.0, options: RunOptions, force: Force = False,
     json: Json = False,
 ) -> int:  # fmt: skip
     """Stage 2: train heads and an adapter together, on predicted routes and quantised weights, on a teacher's texts.

@@ -63,7 +63,7 @@ class Student(nn.Module):
         self.config = config_of(model)
 
     def forward(self, ids: Tensor, native: Tensor | None = None) -> StudentOutput:
-        """One pass over `ids` [B, T]; `native` [B, T] bool: where routers decide; None: as a text is scored, at 0 and 1."""
+        """One pass over `ids` [B, T]; `native` [B, T] bool: where routers decide. None: at 0 and 1, as in scoring."""
         return self._pass(ids, native, _Stream(), use_cache=False)
 
     def _pass(self, ids: Tensor, native: Tensor | None, stream: _Stream, *, use_cache: bool) -> StudentOutput:
