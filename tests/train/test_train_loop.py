@@ -252,6 +252,7 @@ def test_learning_rates() -> None:
         ({"schedule": "sawtooth"}, "cosine, wsd, constant"),
         ({"dtype": "int8"}, "auto, float32, bfloat16"),
         ({"batch": 2.5}, "whole number"),
+        ({"batch": 10**9, "length": 8}, "Mi tokens a step: give fewer rows"),
         ({"beta2": 1.0}, "less than 1"),
     ],
 )

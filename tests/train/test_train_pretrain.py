@@ -168,6 +168,11 @@ def test_another_recipe_and_other_data_are_refused_by_name(data: Path, base: Pat
         ({**MODEL, "vocab_size": 8}, r"model\.vocab_size is the data's to say"),
         ({**MODEL, "hidden_size": "wide"}, r"\[model\] can't be built"),
         ({**MODEL, "mlp_only_layers": [0, 1]}, r"has no layer with experts"),
+        ({**MODEL, "num_experts_per_tok": 9}, r"gives a token 9 of 8 experts"),
+        ({**MODEL, "num_experts_per_tok": 0}, r"gives a token 0 of 8 experts"),
+        ({**MODEL, "num_experts": 1 << 30}, r"parameters, whose training takes .* free: give it fewer"),
+        ({**MODEL, "num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000: give at most"),
+        ({**MODEL, "num_attention_heads": 3, "num_key_value_heads": 2}, r"\[model\] can't be built"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(data: Path, model: dict[str, Any], message: str) -> None:

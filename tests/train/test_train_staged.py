@@ -15,6 +15,7 @@ from toys import write_documents
 from typer.testing import CliRunner
 
 from sluice.cli.commands import group
+from sluice.cli.ending import main
 from sluice.cli.train_stages import onpolicy, prerouter, recover, text
 from sluice.engine import Engine
 from sluice.errors import InputError
@@ -155,9 +156,7 @@ def test_a_run_that_is_done_is_not_done_again(made: Made, runs: dict[str, dict[s
         call("prerouter", made.model, made.data, made.folder / "one", *given, "--lr", "0.5")
 
 
-def test_the_engines_logits_are_the_torch_students(
-    made: Made, runs: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_engines_logits_are_the_torch_students(made: Made, runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """On the quantised file, whose products in the engine round what they multiply by to 8 bits: the natively routed
     model tells how much that is. And, to the last bits of float32, on a file that stores the same numbers unrounded."""
     result = runs["onpolicy"]
@@ -206,9 +205,7 @@ def test_stages_out_of_order_are_refused_by_name(made: Made, runs: dict[str, dic
     assert Heads.open(forced["heads"]).stages == ("recover",)
 
 
-def test_parts_of_other_models_are_refused_by_name(
-    made: Made, runs: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_parts_of_other_models_are_refused_by_name(made: Made, runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     other = tiny_model(vocab_size=300, moe_intermediate_size=32, seed=5)
     saver(made.data)(other, tmp_path / "other")
     export_gguf(tmp_path / "other", tmp_path / "other.gguf", load_library(), type="q4_0")
@@ -223,3 +220,12 @@ def test_parts_of_other_models_are_refused_by_name(
         call("onpolicy", made.model, made.texts, run, "--weights", made.quantised, "--heads", two["heads"],
              "--adapter", three["adapter"], *SHORT)  # fmt: skip
     assert not run.exists()
+
+
+@pytest.mark.parametrize("held_out", ["0", "-3"])
+def test_nothing_held_out_is_refused(held_out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "prerouter", str(tmp_path / "model"), str(tmp_path / "data"), str(tmp_path / "run")]
+    assert main([*words, "--held-out", held_out]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"sluice: --held-out {held_out} is too small: give a whole number of at least 1"
+    ]

@@ -14,6 +14,7 @@ from toys import write_documents
 
 from sluice.errors import InputError, SluiceError
 from sluice.ggml import load_library
+from sluice.text.vocabulary import UNUSED
 from sluice.train import teacher_text
 from sluice.train.data import Tokens, prepare
 from sluice.train.teacher_text import ANSWERS, REQUESTS, Asked, write_teacher_texts
@@ -80,9 +81,7 @@ def test_prompts_are_asked_for_as_ids_and_answers_stand_behind_them(
         assert (found.n_prompt, found.domain) == (8, int(i) % 2)
 
 
-def test_a_text_that_the_model_ended_ends_and_an_empty_one_is_left_out(
-    ask: Callable[..., Texts], data: Tokens
-) -> None:
+def test_a_text_that_the_model_ended_ends_and_an_empty_one_is_left_out(ask: Callable[..., Texts], data: Tokens) -> None:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"train-1": choice("", "length"), "train-2": choice("", "stop"), "train-3": choice(" a�", "stop")}.get(
             request["custom_id"], choice(" b")
@@ -126,3 +125,28 @@ def test_numbers_that_ask_for_nothing_are_refused() -> None:
             Asked(*numbers)
     with pytest.raises(InputError, match="at least 0"):
         Asked(1, 1, 1, 1, temperature=-1)
+    with pytest.raises(InputError, match="are too many: ask for fewer"):
+        Asked(10**12, 1, 1, 1)
+
+
+def test_a_model_of_another_vocabulary_is_refused(monkeypatch: pytest.MonkeyPatch, data: Tokens) -> None:
+    tokenizer = data.tokenizer()
+    own, n = [tokenizer.id_to_token(i) for i in range(data.n_vocab)], data.n_vocab
+    told = {"tokens": [*own, "[PAD]"], "token_type": [1] * n + [UNUSED]}
+
+    def identity() -> dict[str, Any]:
+        metadata = {f"tokenizer.ggml.{name}": value for name, value in told.items()}
+        file = SimpleNamespace(metadata=metadata, paths=[])
+        family = SimpleNamespace(read_spec=lambda _: SimpleNamespace(n_vocab=len(told["tokens"])))
+        monkeypatch.setattr(teacher_text, "open_gguf", lambda *_: file)
+        monkeypatch.setattr(teacher_text, "family_of", lambda _: family)
+        monkeypatch.setattr(teacher_text, "fingerprint", lambda *_: "f")
+        return teacher_text._identity(Path("m.gguf"), data, load_library())
+
+    assert identity() == {"fingerprint": "f", "bytes": 0}  # rows that fill up are no tokens
+    told["token_type"][-1] = 1
+    with pytest.raises(InputError, match="its tokenizer is not the data's"):
+        identity()
+    told |= {"tokens": [*own[:-2], own[-1], own[-2]], "token_type": [1] * n}
+    with pytest.raises(InputError, match="its tokenizer is not the data's"):
+        identity()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sluice.cli.opening import load_ggml
-from sluice.cli.options import Json, grouped
+from sluice.cli.options import Json, check_count, grouped
 from sluice.cli.signals import deferred
 from sluice.cli.terminal import emit, note, print_facts, progress_bar
 from sluice.cli.train_fit import reporter
@@ -105,6 +105,7 @@ class RunOptions:
         from sluice.train.settings import Settings
         from sluice.train.staged import Going
 
+        check_count("--held-out", self.held_out)
         settings = Settings(
             steps=self.steps, batch=self.batch, length=self.length, lr=self.lr, warmup=min(self.warmup, self.steps),
             schedule=self.schedule, weight_decay=self.weight_decay, seed=self.seed, log_every=self.log_every,

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from sluice.config import format_size
+from sluice.engine.memory import free_bytes
 from sluice.errors import InputError
 from sluice.train import processes
 from sluice.train.data import Batches, Tokens
@@ -30,6 +32,8 @@ from sluice.train.tokenizer import open_tokenizer
 
 VALID_SEED = 0  # held-out rows are the same ones for every run on the same data
 VALID_BATCH = 8
+MAX_LAYERS = 4096
+BYTES_A_PARAMETER = 16  # its weight, its gradient and two of AdamW's numbers, float32
 UNDECLARED = ("head_dim",)  # what models read of a configuration that its class does not declare
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -89,13 +93,36 @@ def fresh(asked: Mapping[str, Any], tokens: Tokens, seed: int) -> nn.Module:
             raise InputError(f"model.{key} is the data's to say: leave it out")
         if not (hasattr(known, key) or key in UNDECLARED) or key.startswith("_"):
             raise InputError(f"model.{key} is unknown: {type(known).__name__} has no such number")
+    if isinstance(n_layers := numbers.get("num_hidden_layers"), int) and n_layers > MAX_LAYERS:
+        raise InputError(f"model.num_hidden_layers is {n_layers}: give at most {MAX_LAYERS}")
     torch.manual_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **numbers, **own), dtype=torch.float32)
+        config = AutoConfig.for_model(kind, **numbers, **own)
+        _check_size(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        routers = family_of(model).routers(model)
+        n, k = next(iter(routers.values())).weight.shape[0], family_of(model).top_k(config_of(model))  # type: ignore[union-attr]
+        if not 1 <= k <= n:
+            raise InputError(f"[model] gives a token {k} of {n} experts: give at least 1, and no more than there are")
+        with torch.no_grad():  # some numbers that don't go together are first missed in a pass
+            logits = model.eval()(input_ids=torch.full((1, 2), tokens.end), use_cache=False).logits
+        if not torch.isfinite(logits).all():
+            raise InputError("[model] can't be trained (its first numbers are not finite): correct its numbers")
+    except InputError:
+        raise
     except Exception as error:  # transformers checks some numbers by exceptions of its own, and others not at all
         raise InputError(f"[model] can't be built ({_line(error)}): correct its numbers") from None
-    family_of(model).routers(model)
     return model
+
+
+def _check_size(config: Any) -> None:
+    """Raise InputError for a configuration whose training would not fit in this machine's free memory."""
+    with torch.device("meta"):
+        n = sum(one.numel() for one in AutoModelForCausalLM.from_config(config, dtype=torch.float32).parameters())
+    free = free_bytes()
+    if free is not None and (takes := n * BYTES_A_PARAMETER) > free:
+        raise InputError(f"[model] has {n:,} parameters, whose training takes {format_size(takes)}, and "
+                         f"{format_size(free)} of memory are free: give it fewer")  # fmt: skip
 
 
 def opened(path: Path, tokens: Tokens) -> nn.Module:

@@ -9,6 +9,7 @@ from sluice.errors import InputError
 
 SCHEDULES = ("cosine", "wsd", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
+MAX_POSITIONS = 1 << 26  # of a step: more than any run of text takes, and than memory can hold the ids of
 WSD_DECAY = 0.2  # the last part of a run, in which a wsd schedule's rate falls
 
 
@@ -54,6 +55,9 @@ class Settings:
         for name in ("steps", "batch", "length", "log_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}: give a whole number of at least 1")
+        if self.tokens_per_step > MAX_POSITIONS:
+            raise InputError(f"a batch of {self.batch} rows of {self.length} is more than {MAX_POSITIONS >> 20} Mi "
+                             "tokens a step: give fewer rows, or shorter ones")  # fmt: skip
         if self.warmup < 0 or self.valid_every < 0 or self.seed < 0:
             raise InputError("warmup, valid_every and seed must be at least 0")
         if self.clip == 0 or max(self.beta1, self.beta2) >= 1:

@@ -22,12 +22,14 @@ from sluice.ggml import Library
 from sluice.gguf import open_gguf
 from sluice.models import family_of
 from sluice.models.fingerprint import fingerprint
+from sluice.text.vocabulary import UNUSED
 from sluice.train.shards import SPLITS, Ids, Tokens
 from sluice.train.texts import META, Meta, Text, Texts, write_texts
 from sluice.train.tokenizer import encode
 
 REQUESTS, ANSWERS, ASKED = "requests.jsonl", "answers.jsonl", "asked.json"
 MAX_LINE_BYTES = 64 << 20
+MAX_PROMPT_IDS = 1 << 28  # of all prompts together: they are held in memory
 _UNKNOWN = "�"  # what a character cut in two decodes to
 
 
@@ -49,6 +51,9 @@ class Asked:
         for name in ("prompts", "held_out", "prompt_tokens", "tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name.replace('_', ' ')} {getattr(self, name)} is too small: give at least 1")
+        if (self.prompts + self.held_out) * self.prompt_tokens > MAX_PROMPT_IDS:
+            raise InputError(f"prompts of more than {MAX_PROMPT_IDS >> 20} Mi tokens together are too many: ask for "
+                             "fewer, or shorter ones")  # fmt: skip
         if not 0 <= self.temperature < float("inf") or self.seed < 0:
             raise InputError("temperature and seed must be at least 0")
 
@@ -79,11 +84,18 @@ def write_teacher_texts(
 
 
 def _identity(model: Path, data: Tokens, library: Library) -> dict[str, Any]:
-    """What tells the model's file apart. Raises InputError where its vocabulary is smaller than the data's."""
+    """What tells the model's file apart. Raises InputError where its vocabulary is another than the data's."""
     file = open_gguf(model, library)
     spec = family_of(file).read_spec(file)
     if spec.n_vocab < data.n_vocab:
         raise InputError(f"{model}: has {spec.n_vocab} tokens and the data {data.n_vocab}: give data of its tokenizer")
+    texts, kinds = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    tokenizer = data.tokenizer()
+    own = [tokenizer.id_to_token(i) for i in range(data.n_vocab)]
+    same = isinstance(texts, list) and texts[: data.n_vocab] == own
+    more = kinds[data.n_vocab :] if isinstance(kinds, list) else ()  # rows that embeddings were filled up by
+    if not same or any(kind != UNUSED for kind in more):
+        raise InputError(f"{model}: its tokenizer is not the data's: give data of its tokenizer")
     return {"fingerprint": fingerprint(file, spec), "bytes": sum(path.stat().st_size for path in file.paths)}
 
 
@@ -103,7 +115,9 @@ def _make(folder: Path, recipe: dict[str, Any], *, force: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (META, ANSWERS):
             (folder / name).unlink(missing_ok=True)
-        known.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
+        making = known.with_name(f".{ASKED}.making")  # whole or not there, or a run killed here could not go on
+        making.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
+        making.replace(known)
     except OSError as error:
         raise InputError(f"{folder}: can't be written ({error.strerror}): name another folder") from error
     except ValueError:
