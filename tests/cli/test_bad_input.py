@@ -257,3 +257,11 @@ def test_a_file_cut_short_while_running_ends_with_1(tiny_path: Path, tmp_path: P
     assert child.returncode == 1
     assert err.count("\n") == 1 and "Traceback" not in err
     assert "the file changed while running" in err
+
+
+def test_every_command_points_at_its_own_help() -> None:
+    from sluice.cli.app import app
+    from sluice.cli.ending import COMMANDS
+
+    groups = [group.typer_instance.info.name for group in app.registered_groups]
+    assert {command.name for command in app.registered_commands} | set(groups) == set(COMMANDS)
