@@ -142,7 +142,7 @@ def test_each_stage_writes_what_the_next_one_and_the_engine_take(made: Made, run
         assert set(training) == {"stages", "seed", *done} and training[stage]["stage"] == stage
         assert (result["adapter"] is None) == (stage == "prerouter")
         with Engine.open(
-            made.quantised, routing="prerouted", prerouter=Path(result["heads"]), ram="1G", threads=1, ctx=64,
+            made.quantised, routing="prerouted", prerouter=Path(result["heads"]), expert_slots=64, threads=1, ctx=64,
             lora=() if result["adapter_gguf"] is None else ((Path(result["adapter_gguf"]), 1.0),),
         ) as engine:  # fmt: skip
             assert len(list(engine.generate([1, 2, 3], max_tokens=4))) <= 4
@@ -175,7 +175,7 @@ def test_the_engines_logits_are_the_torch_students(made: Made, runs: dict[str, d
     assert int(out.predicted.sum()) == 14
 
     def served(path: Path, **more: Any) -> np.ndarray:
-        with Engine.open(path, ram="1G", threads=1, ctx=64, kv="f32", **more) as engine:
+        with Engine.open(path, expert_slots=64, threads=1, ctx=64, kv="f32", **more) as engine:
             return engine.logits(ids)
 
     student: dict[str, Any] = {"routing": "prerouted", "prerouter": Path(result["heads"]),

@@ -169,9 +169,7 @@ class _Opening:
         )  # fmt: skip
 
 
-def _quantised(
-    whole: nn.Module, model: Path, weights: Path, library: Library, heads: Heads
-) -> tuple[nn.Module, Any]:
+def _quantised(whole: nn.Module, model: Path, weights: Path, library: Library, heads: Heads) -> tuple[nn.Module, Any]:
     """The model with the numbers that `weights` dequantise to; and what `heads`, which are for it, say of themselves.
 
     That names the file's own fingerprint, by which the engine knows them. Raises InputError for another model's file.
