@@ -35,10 +35,10 @@ from walks import Walk
 from sluice.config import format_size, parse_size
 from sluice.engine import Engine, Session
 from sluice.engine.ledger import PhaseLedger
-from sluice.engine.memory import free_bytes, peak_rss_bytes
 from sluice.engine.report import difference, itl_ms, rate
 from sluice.errors import InputError
 from sluice.io.probe import measure_read
+from sluice.memory import free_bytes, peak_rss_bytes
 from sluice.text.sampling import Sampler, SamplingParams
 
 EVERY_SLOT = 1 << 24  # the engine takes as many as there are experts

@@ -30,7 +30,7 @@ from common import WORKER, emit, log, rerun_as_worker, run_main
 from machine import UnavailableError, cap_peak_bytes, disk_bytes_read, drop_page_cache, fill_page_cache, read_ahead
 from walks import prompt_ids
 
-from sluice.engine.memory import peak_rss_bytes
+from sluice.memory import peak_rss_bytes
 
 KV_TYPES = {"f32": 0, "f16": 1}  # ggml's numbers
 MADE_UP_VOCAB = 1 << 30  # the ids stay as they are: they must be within any vocabulary

@@ -24,7 +24,7 @@ from typing import Any
 from common import log, middle, ratio, report, row, run_main, sluice
 
 from sluice.config import parse_size
-from sluice.engine.memory import free_bytes
+from sluice.memory import free_bytes
 from sluice.plan.measure import settle
 
 Json = dict[str, Any]

@@ -15,8 +15,8 @@ from harness import EVERY_SLOT, Prompt, assert_same_bits, opened, ordered, promp
 from tiny import T, TinyModel, write_tiny
 
 from sluice.engine import Engine
-from sluice.engine.memory import rss_bytes
 from sluice.errors import InputError, ReadError
+from sluice.memory import rss_bytes
 from sluice.models.fingerprint import fingerprint
 from sluice.trace import TraceReader
 from sluice.trace.writer import ENCODER_BYTES

@@ -126,7 +126,7 @@ def _run(
     engine: Engine, model: str, requests: Requests, answers: Answers, left: int, stop: Stop
 ) -> dict[str, Any]:  # fmt: skip
     """Answer what is left; the result, also of a run that a signal ended."""
-    from sluice.engine.memory import peak_rss_bytes
+    from sluice.memory import peak_rss_bytes
     from sluice.server.limits import Limits
     from sluice.server.model import ServedModel, model_id
     from sluice.server.offline import Offline, most_jobs

@@ -43,8 +43,8 @@ def measure(engine: Engine, plan: Plan, stop: Stop) -> dict[str, Any]:
 
     Raises SluiceError if repeats differ in their tokens; with rerouting they may, and each repeat has its own.
     """
-    from sluice.engine.memory import peak_rss_bytes
     from sluice.engine.report import quantile, run_result
+    from sluice.memory import peak_rss_bytes
 
     prompts = [_prompt(engine, plan, stream) for stream in range(plan.streams)]
     for prompt in prompts:

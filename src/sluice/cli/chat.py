@@ -133,8 +133,8 @@ class Conversation:
 
     def result(self) -> dict[str, Any]:
         """The whole chat as one JSON object: its turns, and what all of them took together."""
-        from sluice.engine.memory import peak_rss_bytes
         from sluice.engine.report import rate, run_result
+        from sluice.memory import peak_rss_bytes
 
         engine, turns = self.engine, self.turns
         ledger = engine.stats()

@@ -45,9 +45,9 @@ def ppl(*, model: Model = "demo", texts: TextOptions, engine: EngineOptions, jso
     """
     config = engine.config(ctx=CTX)
     given = texts.texts()
-    from sluice.engine.memory import peak_rss_bytes
     from sluice.eval.perplexity import perplexity, pooled
     from sluice.eval.windows import tokenize
+    from sluice.memory import peak_rss_bytes
 
     with deferred() as stop, open_engine(resolve_model(model), config, stop) as opened:
         ids = tokenize(opened, {name: text.text for name, text in given.items()})
@@ -101,9 +101,9 @@ def kl(
         plan=config.plan if same_model else None,
     )  # fmt: skip
     given = texts.texts()
-    from sluice.engine.memory import peak_rss_bytes
     from sluice.eval.divergence import compare, record, spooled_bytes, together
     from sluice.eval.windows import tokenize
+    from sluice.memory import peak_rss_bytes
 
     path = resolve_model(model)
     with deferred() as stop, spool() as (file, folder):

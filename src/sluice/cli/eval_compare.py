@@ -176,7 +176,7 @@ def file_state(path: Path) -> list[Any]:
 
 def _side(engine: Engine, seconds: float) -> dict[str, Any]:
     """What one mode ran as, and what that cost."""
-    from sluice.engine.memory import peak_rss_bytes
+    from sluice.memory import peak_rss_bytes
 
     return {
         "mode": engine.mode | {"ctx": engine.n_ctx},

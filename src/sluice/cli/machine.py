@@ -22,7 +22,7 @@ def cpu_name() -> str:
 
 def memory() -> dict[str, int | None]:
     """Memory of the machine, what is free of it, and the control group's limit, in bytes."""
-    from sluice.engine.memory import cgroup_limit_bytes, free_bytes
+    from sluice.memory import cgroup_limit_bytes, free_bytes
 
     total = None
     with suppress(AttributeError, ValueError, OSError):

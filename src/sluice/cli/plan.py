@@ -141,7 +141,7 @@ def _predicted(
 
 def _profile(path: Path, planned: Engine, file: Path | None, force: bool) -> tuple[MachineProfile, float]:
     """The machine's profile, and how fast its disk is now relative to it."""
-    from sluice.engine.memory import free_bytes
+    from sluice.memory import free_bytes
     from sluice.plan.measure import machine_name, measure, probe_config, raw_now
     from sluice.plan.profile import load, save
 

@@ -117,8 +117,8 @@ def result_of(
 
     `cache_state` is the engine's from before the prompt.
     """
-    from sluice.engine.memory import peak_rss_bytes
     from sluice.engine.report import rate, run_result
+    from sluice.memory import peak_rss_bytes
 
     intervals: Sequence[float] = generation.intervals_s
     return run_result(

@@ -23,7 +23,6 @@ from sluice.engine import placing
 from sluice.engine.budget import MemoryNeeds, MemoryPlan, plan_memory
 from sluice.engine.generate import Generation, Token
 from sluice.engine.ledger import PhaseLedger
-from sluice.engine.memory import free_bytes, page_cache_bytes, rss_bytes
 from sluice.engine.pairs import PAIR_LIMIT, ROW_MAP_BYTES, PairGraphs, scratch_bytes
 from sluice.engine.prerouting import HeadGraphs, Prerouting
 from sluice.engine.recorded import RecordedRoutes
@@ -41,6 +40,7 @@ from sluice.gguf import GgufFile, open_gguf
 from sluice.io import readers
 from sluice.io.files import ModelFiles
 from sluice.io.fixed_rate import FixedRateFiles
+from sluice.memory import free_bytes, page_cache_bytes, rss_bytes
 from sluice.models import family_of
 from sluice.models.fingerprint import fingerprint
 from sluice.models.kv_cache import KV_TYPES, KVCache, kv_bytes

@@ -9,7 +9,7 @@ from typing import Literal
 
 from sluice.engine import Engine
 from sluice.engine.ledger import PhaseLedger
-from sluice.engine.memory import page_cache_bytes, rss_bytes
+from sluice.memory import page_cache_bytes, rss_bytes
 from sluice.server.jobs import ExpertsState, RequestState, ServiceState, StepState, Totals
 from sluice.server.scheduler import Request, Scheduler
 

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from sluice.config import format_size
-from sluice.engine.memory import free_bytes
 from sluice.errors import InputError
+from sluice.memory import free_bytes
 from sluice.train import processes
 from sluice.train.data import Batches, Tokens
 from sluice.train.experts import use_fast_experts
