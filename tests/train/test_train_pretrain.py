@@ -173,11 +173,17 @@ def test_another_recipe_and_other_data_are_refused_by_name(data: Path, base: Pat
         ({**MODEL, "num_experts": 1 << 30}, r"parameters, whose training takes .* free: give it fewer"),
         ({**MODEL, "num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000: give at most"),
         ({**MODEL, "num_attention_heads": 3, "num_key_value_heads": 2}, r"\[model\] can't be built"),
+        ({**MODEL, "norm_topk_prob": False}, r"GGUF's qwen3moe always divides routing weights by their sum"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(data: Path, model: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         fresh(model, Tokens(data), 0)
+
+
+def test_weights_are_normalised_as_gguf_does_unless_asked(data: Path) -> None:
+    asked = {key: value for key, value in MODEL.items() if key != "norm_topk_prob"}
+    assert fresh(asked, Tokens(data), 0).config.norm_topk_prob  # type: ignore[union-attr]
 
 
 def test_a_model_of_another_tokenizer_is_refused(data: Path, base: Path, tmp_path: Path) -> None:

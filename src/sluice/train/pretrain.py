@@ -23,6 +23,7 @@ from sluice.train import processes
 from sluice.train.data import Batches, Tokens
 from sluice.train.experts import use_fast_experts
 from sluice.train.families import FAMILIES, config_of, family_of
+from sluice.train.hf_config import NORMALISES, read_config
 from sluice.train.language import LanguageModel, n_experts
 from sluice.train.locality import terms
 from sluice.train.loop import Progress, Report, Stop, fit
@@ -79,7 +80,11 @@ def pretrain(
 
 
 def fresh(asked: Mapping[str, Any], tokens: Tokens, seed: int) -> nn.Module:
-    """An untrained model of a recipe's [model], float32, for the data's tokens. Raises InputError."""
+    """An untrained model of a recipe's [model], float32, for the data's tokens. Raises InputError.
+
+    A model that could not be exported is refused before it is trained, and routing weights are by default normalised
+    where GGUF's architecture does that.
+    """
     numbers = dict(asked)
     name = numbers.pop("family", None)
     if name not in FAMILIES:
@@ -95,6 +100,8 @@ def fresh(asked: Mapping[str, Any], tokens: Tokens, seed: int) -> nn.Module:
             raise InputError(f"model.{key} is unknown: {type(known).__name__} has no such number")
     if isinstance(n_layers := numbers.get("num_hidden_layers"), int) and n_layers > MAX_LAYERS:
         raise InputError(f"model.num_hidden_layers is {n_layers}: give at most {MAX_LAYERS}")
+    if name in NORMALISES:
+        numbers.setdefault("norm_topk_prob", NORMALISES[name])
     torch.manual_seed(seed)
     try:
         config = AutoConfig.for_model(kind, **numbers, **own)
@@ -108,6 +115,7 @@ def fresh(asked: Mapping[str, Any], tokens: Tokens, seed: int) -> nn.Module:
             logits = model.eval()(input_ids=torch.full((1, 2), tokens.end), use_cache=False).logits
         if not torch.isfinite(logits).all():
             raise InputError("[model] can't be trained (its first numbers are not finite): correct its numbers")
+        read_config(config.to_dict(), "[model]")
     except InputError:
         raise
     except Exception as error:  # transformers checks some numbers by exceptions of its own, and others not at all
