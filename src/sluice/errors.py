@@ -48,3 +48,8 @@ class ReadError(SluiceError):
 
 class EngineClosed(SluiceError):
     """The engine was used after close()."""
+
+
+def words_of(error: BaseException, most: int = 160) -> str:
+    """What an error of others' says, on one line of at most `most` characters; its type where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

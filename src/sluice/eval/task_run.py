@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice.errors import InputError
+from sluice.errors import InputError, words_of
 from sluice.eval.paired import mean_interval
 from sluice.eval.tasks import Task
 
@@ -100,7 +100,7 @@ def _faults(task: Task) -> Any:
     except (InputError, MemoryError):
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:160] or type(error).__name__
+        said = words_of(error)
         raise InputError(f"task {task.name}: an item can't be asked or scored ({said}): mend the task") from None
 
 

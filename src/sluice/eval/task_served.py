@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-from sluice.errors import InputError, SluiceError
+from sluice.errors import InputError, SluiceError, words_of
 
 if TYPE_CHECKING:
     from sluice.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def _quiet(url: str) -> Any:
     except (SluiceError, MemoryError):
         raise
     except Exception as error:  # of whatever library lm-eval sends with
-        said = " ".join(str(error).split())[:160] or type(error).__name__
+        said = words_of(error)
         raise SluiceError(f"{url}: does not answer as needed ({said}): check the server and its log") from None
 
 

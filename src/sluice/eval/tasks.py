@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sluice.errors import InputError
+from sluice.errors import InputError, words_of
 from sluice.eval import task_rows
 from sluice.eval.task_rows import Row, read_jsonl
 
@@ -184,8 +184,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(raw)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        said = " ".join(str(error).split())[:120]
-        raise InputError(f"{path}: is no YAML that is taken ({said}): mend it") from None
+        raise InputError(f"{path}: is no YAML that is taken ({words_of(error, 120)}): mend it") from None
     if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
         raise InputError(f"{path}: is no task: write `task: NAME` and what lm-eval's tasks hold")
     return config
@@ -244,8 +243,7 @@ def build(spec: TaskSpec) -> Task:
     except InputError:
         raise
     except Exception as error:  # a template or a row may be anything
-        said = " ".join(str(error).split())[:160] or type(error).__name__
-        raise InputError(f"task {spec.name}: lm-eval does not take it ({said}): mend its file") from None
+        raise InputError(f"task {spec.name}: lm-eval does not take it ({words_of(error)}): mend its file") from None
     metrics = list(built._metric_fn_list)
     if not metrics:
         raise InputError(f"task {spec.name}: has no metric: give a metric_list")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sluice.errors import InputError, ModelFileError
+from sluice.text.sampling import log_probabilities
 
 if TYPE_CHECKING:
     from sluice.engine import Engine
@@ -120,11 +121,8 @@ def _feed(engine: Engine, ids: Sequence[int], targets: Sequence[int], score: Sco
 
 def log_softmax(logits: Row) -> Row:
     """Log-probabilities [n_vocab] in float64. Raises ModelFileError where logits are no finite numbers."""
-    wide = logits.astype(np.float64)
-    if not np.isfinite(wide).all():
+    if not np.isfinite(logits).all():
         raise ModelFileError(
             "the model computes logits that are no numbers: its weights are damaged, get the file again"
         )
-    wide -= wide.max()
-    wide -= np.log(np.exp(wide).sum())
-    return wide
+    return log_probabilities(logits)

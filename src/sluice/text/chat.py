@@ -13,7 +13,7 @@ import jinja2
 from jinja2.exceptions import TemplateError as _JinjaError
 from jinja2.exceptions import TemplateSyntaxError
 
-from sluice.errors import TemplateError
+from sluice.errors import TemplateError, words_of
 from sluice.text.template_sandbox import MAX_BYTES, MAX_INPUT_COPIES, MAX_SOURCE, METER, BoundedEnvironment, Meter
 
 _REMEDY = "use --raw to send the prompt without it"
@@ -133,7 +133,7 @@ def _describe(error: Exception) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     where = "" if line is None else f" at line {line}"
-    said = " ".join(str(error).split())[:200] or type(error).__name__
+    said = words_of(error, 200)
     if isinstance(error, RecursionError):
         said = "it nests too deeply"
     elif isinstance(error, MemoryError):

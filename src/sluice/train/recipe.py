@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sluice.errors import InputError
+from sluice.errors import InputError, words_of
 from sluice.train.settings import Settings
 
 MAX_BYTES = 1 << 20
@@ -128,7 +128,7 @@ def read_recipe(path: str | Path) -> Recipe:
     try:
         table = tomllib.loads(text.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: is no TOML ({' '.join(str(error).split())[:120]}): correct it there") from None
+        raise InputError(f"{path}: is no TOML ({words_of(error, 120)}): correct it there") from None
     try:
         return parse_recipe(table)
     except InputError as error:

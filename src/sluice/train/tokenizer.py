@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sluice.errors import InputError
+from sluice.errors import InputError, words_of
 from sluice.text.pretokenizers import PRE_TOKENIZERS
 
 PRE = "qwen2"  # tokenizer.ggml.pre
@@ -94,9 +94,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     except InputError:
         raise
     except Exception as error:  # `tokenizers` raises Exception itself
-        raise InputError(
-            f"{file}: is no tokenizer.json ({' '.join(str(error).split())[:120]}): save it again"
-        ) from None
+        raise InputError(f"{file}: is no tokenizer.json ({words_of(error, 120)}): save it again") from None
     end_id(engine, file)
     return engine
 
