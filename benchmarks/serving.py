@@ -108,7 +108,7 @@ async def batching(server: Server, texts: Texts, args: argparse.Namespace) -> tu
                 speeds[n].append(await width(client, texts, args, n, args.seed + 1000 * i))
                 log(f"  round {i + 1}, {n} streams: {speeds[n][-1]:.1f} tok/s")
         after = await metrics(client)
-    read = sum(value - before[name] for name, value in after.items() if name.startswith("sluice_bytes_read_total"))
+    read = _sum(after, "sluice_bytes_read_total") - _sum(before, "sluice_bytes_read_total")
     rows = []
     for n in widths:
         rows.append(row(f"{n} streams: tok/s", middle(speeds[n]), n=args.rounds))

@@ -24,6 +24,8 @@ from sluice.server.metrics import Metrics
 from sluice.server.model import ServedModel
 from sluice.server.worker import Worker
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
 
 @dataclass
 class Served:
@@ -66,3 +68,16 @@ def served(
         finally:
             end.set()
             thread.join()
+
+
+@contextmanager
+def connected(server: Served, said: bytes = b"", *, room: int | None = None) -> Iterator[socket.socket]:
+    """A connection on which `said` was said; `room`: bytes that the system takes in for it."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as raw:
+        if room is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        raw.settimeout(60)
+        raw.connect((host, int(port)))
+        raw.sendall(said)
+        yield raw

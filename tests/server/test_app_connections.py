@@ -7,19 +7,18 @@ import logging
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from time import monotonic
 
 import httpx
 import pytest
-from api_server import Served, served
+from api_server import POST, Served, connected, served
 from tiny import write_tiny
 
 from sluice.engine import Engine
 from sluice.server.limits import Limits
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +40,6 @@ def small(engine: Engine) -> Iterator[Served]:
     with served(engine, limits=Limits(connections=8)) as running:
         yield running
         assert running.faults == []
-
-
-@contextmanager
-def connected(server: Served, said: bytes = b"", *, room: int | None = None) -> Iterator[socket.socket]:
-    """A connection on which `said` was said; `room`: bytes that the system takes in for it."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.socket() as raw:
-        if room is not None:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
-        raw.settimeout(60)
-        raw.connect((host, int(port)))
-        raw.sendall(said)
-        yield raw
 
 
 def everything(raw: socket.socket) -> bytes:

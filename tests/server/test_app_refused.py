@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_server import Served, served
+from api_server import POST, Served, connected, served
 from tiny import write_tiny
 
 from sluice.engine import Engine
@@ -206,10 +205,7 @@ def test_what_is_no_route_and_no_json(http: httpx.Client) -> None:
 
 
 def test_a_body_that_does_not_arrive(server: Served) -> None:
-    address = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1])), timeout=60) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                    b"Content-Length: 100\r\n\r\n{")  # fmt: skip
+    with connected(server, POST + b"Content-Length: 100\r\n\r\n{") as raw:
         assert raw.recv(1000).startswith(b"HTTP/1.1 408")
 
 
@@ -218,10 +214,9 @@ def test_who_leaves_within_a_body_is_no_fault(server: Served, http: httpx.Client
         counts = re.findall(r'^sluice_requests_refused_total\{status="400"\} (\d+)', http.get("/metrics").text, re.M)
         return int(counts[0]) if counts else 0
 
-    before, address = refused(), server.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1])), timeout=60) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                    b"Content-Length: 100\r\n\r\n{")  # fmt: skip
+    before = refused()
+    with connected(server, POST + b"Content-Length: 100\r\n\r\n{"):
+        pass
     deadline = monotonic() + 30
     while refused() == before:
         assert monotonic() < deadline
@@ -280,14 +275,8 @@ def test_a_full_queue_says_when_to_return(server: Served, http: httpx.Client) ->
 
 def test_a_client_that_does_not_read_is_cut_off_and_holds_up_nobody(server: Served, http: httpx.Client) -> None:
     before = server.worker.state().totals.failures.get("cancelled", 0)
-    host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps(ENDLESS | {"logprobs": 20}).encode()
-    with socket.socket() as raw:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        raw.settimeout(60)
-        raw.connect((host, int(port)))
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with connected(server, POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body, room=2048):
         waiting(server, 1, 0)
         other = http.post(TEXT, json={"prompt": "x", "max_tokens": 3})
         assert other.status_code == 200

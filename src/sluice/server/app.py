@@ -68,7 +68,7 @@ def build_app(serving: Serving) -> FastAPI:
             raise Draining
         asker = Asker(request.state.asker, serving.deadline_s)
 
-        def prepared(raw: bytes) -> tuple[R, list[Job], Shape]:
+        def prepared(raw: bytearray) -> tuple[R, list[Job], Shape]:
             asked = kind.model_validate(parse(raw, limits))
             model.check(asked.model)
             return asked, *prepare(asked, model, asker, limits)

@@ -29,7 +29,7 @@ class Bodies:
         self._room = limits.body_bytes * limits.BODIES
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
         """A request's body, which counts as held while the block runs. Raises ApiError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a browser sends no other site's page's JSON without asking this server first
@@ -37,7 +37,7 @@ class Bodies:
         body = bytearray()
         try:
             await self._gather(request, body)
-            yield bytes(body)
+            yield body
         finally:
             self._room += len(body)
 
@@ -61,7 +61,7 @@ class Bodies:
             raise ApiError(408, f"the body took longer than {self._limits.body_s:g} s to arrive") from None
 
 
-def parse(raw: bytes, limits: Limits) -> dict[str, Any]:
+def parse(raw: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     """The JSON object that `raw` is. Raises ApiError (400) for anything else.
 
     Refused with what is no JSON: NaN and Infinity, numbers longer than Python reads, surrogates without their half,
@@ -83,7 +83,7 @@ def parse(raw: bytes, limits: Limits) -> dict[str, Any]:
     return value
 
 
-def _holds_more(raw: bytes, most: int) -> bool:
+def _holds_more(raw: bytes | bytearray, most: int) -> bool:
     """Whether `raw`, if it is JSON, holds more than `most` lists and objects."""
     if raw.count(b"[") + raw.count(b"{") <= most:  # some of which may be in texts
         return False

@@ -212,7 +212,7 @@ class _Literals:
         out: dict[str, Any] = {}
         while not self._take("}"):
             quoted = self._next() in ("'", '"') or self._text.startswith(_QUOTE, self._at)
-            key = self._value(depth + 1) if quoted else self._key()
+            key = self._value(depth + 1) if quoted else self._word(_KEY)
             self._must(":")
             if not isinstance(key, str):
                 raise Unexpected
@@ -240,17 +240,9 @@ class _Literals:
         self._at = end + len(close)
         return inner
 
-    def _key(self) -> str:
+    def _word(self, form: re.Pattern[str] = _WORD) -> str:
         self._next()
-        found = _KEY.match(self._text, self._at)
-        if not found:
-            raise Unexpected
-        self._at = found.end()
-        return found[0]
-
-    def _word(self) -> str:
-        self._next()
-        found = _WORD.match(self._text, self._at)
+        found = form.match(self._text, self._at)
         if not found:
             raise Unexpected
         self._at = found.end()

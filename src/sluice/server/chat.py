@@ -149,8 +149,9 @@ class _Choice:
         if not self._begun:
             self._begun = True
             yield self._chunk({"role": "assistant", "content": ""}, None)
-        logprobs = self._logprobs() if self._figures else None
-        if self._figures is not None:
+        logprobs = None
+        if self._figures:
+            logprobs = self._logprobs()
             self._figures.clear()
         for delta in deltas:
             yield self._chunk(_delta(delta), logprobs)

@@ -56,13 +56,13 @@ class CompletionReply(Reply):
             choice.prompt(event)
         elif isinstance(event, TokenEvent):
             choice.token(event)
-            if self.stream and (news := choice.news()):
-                yield self.chunk(news)
+            if self.stream and choice.has_news:
+                yield self.chunk(choice.news())
         elif isinstance(event, Finished):
             choice.finish_reason = event.reason
             self.ended(index, event)
             if self.stream:
-                yield self.chunk(choice.news() or choice.as_dict("", None), index)
+                yield self.chunk(choice.news(), index)
 
     def whole(self) -> dict[str, Any]:
         return self.complete("text_completion", [choice.whole() for choice in self._choices])
@@ -94,21 +94,26 @@ class _Choice:
         if self._logprobs is not None and event.id is not None:
             self._logprobs.add(event.id, event.logprob, event.top)
 
-    def news(self) -> dict[str, Any] | None:
-        """The choice as a chunk shows it: what came since the last one. None if that is nothing."""
+    @property
+    def has_news(self) -> bool:
+        """Whether text or tokens came since the last chunk."""
+        return any(self._pieces) or bool(self._logprobs)
+
+    def news(self) -> dict[str, Any]:
+        """The choice as a chunk shows it: what came since the last one."""
         told = self.whole()
-        if not told["text"] and self.finish_reason is None and not (told["logprobs"] and told["logprobs"]["tokens"]):
-            return None
         self._pieces.clear()
         if self._logprobs is not None:
             self._logprobs.clear()
         return told
 
     def whole(self) -> dict[str, Any]:
-        return self.as_dict("".join(self._pieces), None if self._logprobs is None else self._logprobs.as_dict())
-
-    def as_dict(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        return {
+            "index": self.index,
+            "text": "".join(self._pieces),
+            "logprobs": None if self._logprobs is None else self._logprobs.as_dict(),
+            "finish_reason": self.finish_reason,
+        }
 
 
 class _Logprobs:
@@ -120,6 +125,9 @@ class _Logprobs:
         self._offsets = array("q")
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
+
+    def __len__(self) -> int:
+        return len(self._figures)
 
     def add(self, id: int, logprob: float | None, top: _Top) -> None:
         self._figures.add(id, logprob, top)

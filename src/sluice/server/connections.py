@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -89,8 +90,8 @@ def protocol(limits: Limits) -> type[Connection]:
     return type("BoundedConnection", (Connection,), {"limits": limits})
 
 
-async def watch(connections: Callable[[], Iterable[Any]], limits: Limits) -> None:
-    """Look at all connections now and then, for ever."""
+async def watch(connections: Iterable[Any], limits: Limits) -> None:
+    """Look at all of `connections`, the server's own set of them, now and then, for ever."""
     period_s = min(1.0, limits.head_s / 4, limits.send_s / 4)
     clock = asyncio.get_running_loop().time
     before = clock()
@@ -99,7 +100,7 @@ async def watch(connections: Callable[[], Iterable[Any]], limits: Limits) -> Non
         now = clock()
         passed_s = min(now - before, 2 * period_s)  # where this process itself stood still, no client is to blame
         before = now
-        for one in list(connections()):
+        for one in list(connections):
             if isinstance(one, Connection):
                 one.look(passed_s)
 
@@ -107,7 +108,7 @@ async def watch(connections: Callable[[], Iterable[Any]], limits: Limits) -> Non
 def _raw(error: ApiError) -> bytes:
     """The whole of a response that ends its connection."""
     body = json.dumps(error.body).encode()
-    phrase = {400: "Bad Request", 503: "Service Unavailable"}[error.status]
     more = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
-    head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    status = f"{error.status} {HTTPStatus(error.status).phrase}"
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     return f"{head}{more}Connection: close\r\n\r\n".encode() + body

@@ -96,7 +96,7 @@ async def serve(
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
-    watching = asyncio.create_task(watch(lambda: server.server_state.connections, limits))
+    watching = asyncio.create_task(watch(server.server_state.connections, limits))
     while not asked_to_end() and not serving.done():
         await asyncio.sleep(_TICK_S)
     app.state.draining = True

@@ -127,13 +127,13 @@ class Scheduler:
 
     @property
     def width_limit(self) -> int:
-        """The most streams that may decode together now."""
+        """The most streams that may decode together now, `streams` at most."""
         return self._width.limit
 
     @property
     def most_together(self) -> int:
         """How many requests can be submitted together where there are no others: more never can."""
-        return self.max_queue + (self.streams if self._width.max_step_s is None else 1)
+        return self.max_queue + self._width.least
 
     # -- events --
 
@@ -141,7 +141,7 @@ class Scheduler:
         """Queue all of `new`, or none: raises Draining, or Busy with an estimate when the queue can take more."""
         if self.draining:
             raise Draining
-        places = self.max_queue + max(0, self._admissible - len(self.running)) - len(self.queue)
+        places = self.max_queue + max(0, self.width_limit - len(self.running)) - len(self.queue)
         if len(new) > places:
             raise Busy(self.retry_after_s(len(new) - places))
         for request in new:
@@ -153,7 +153,7 @@ class Scheduler:
     def retry_after_s(self, n: int) -> float:
         """When about `n` places will have become free in the queue: as streams end, at the rate they have so far."""
         each = DEFAULT_SERVICE_S if self._service_s is None else self._service_s
-        return min(max(n * each / self._admissible, RETRY_S[0]), RETRY_S[1])
+        return min(max(n * each / self.width_limit, RETRY_S[0]), RETRY_S[1])
 
     def cancel(self, ticket: int) -> bool:
         """The request leaves with the next `changes`; False if there is none that hasn't ended or begun to leave."""
@@ -232,7 +232,7 @@ class Scheduler:
             self._forget(ticket)
         self._leaving.clear()
         admit = []
-        while self.queue and len(self.running) < self._admissible:
+        while self.queue and len(self.running) < self.width_limit:
             request = self._next_in_queue()
             del self.queue[request.ticket]
             request.phase, request.admitted = "prefill", now
@@ -248,7 +248,7 @@ class Scheduler:
         decoding = self._decoding
         # those still owed a step are the ones that have waited longest, but for streams begun since
         decoding.sort(key=lambda request: (request.ticket not in self._owed, request.turn, request.ticket))
-        chosen = decoding[: self._width.limit]
+        chosen = decoding[: self.width_limit]
         return Decode(tuple(request.ticket for request in chosen)) if chosen else None
 
     # -- how --
@@ -256,10 +256,6 @@ class Scheduler:
     @property
     def _decoding(self) -> list[Request]:
         return [request for request in self.running.values() if request.phase == "decode"]
-
-    @property
-    def _admissible(self) -> int:
-        return min(self.streams, self._width.limit)
 
     def _leave(self, ticket: int, reason: Reason) -> bool:
         there = (ticket in self.queue or ticket in self.running) and ticket not in self._leaving

@@ -30,7 +30,8 @@ class WidthLimit:
         assert most > 0 and (max_step_s is None or max_step_s > 0)
         self.most = most
         self.max_step_s = max_step_s
-        self.limit = most if max_step_s is None else 1
+        self.least = most if max_step_s is None else 1  # that the limit ever is
+        self.limit = self.least
         self._n = self._w = self._ww = self._t = self._wt = 0.0  # decayed sums of 1, width, width², seconds, width × s
         self._widest = 0.0
 

@@ -53,6 +53,8 @@ class Tokenizer:
         special = [(texts[i], i) for i in vocabulary.special_ids]
         self._special = special
         self._user_defined = [(text, i) for text, i in special if kinds[i] == USER_DEFINED]
+        controls = (text for text, i in special if kinds[i] != USER_DEFINED and len(text) > 1)
+        self._guarded = [(text, text[0] + _GUARD + text[1:]) for text in controls]
         self.add_bos = add_bos
         self.n_vocab = len(texts)
         self.bos_id = vocabulary.bos_id
@@ -130,9 +132,8 @@ class Tokenizer:
     def guarded(self, text: str) -> str:
         """`text`, marked so that control tokens it spells stay text in what `encode` with `special` is given."""
         text = replace_surrogates(text)
-        for token, i in self._special:
-            if self.is_control(i) and len(token) > 1:
-                text = text.replace(token, token[0] + _GUARD + token[1:])
+        for token, marked in self._guarded:
+            text = text.replace(token, marked)
         return text
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special: bool = False) -> str:
