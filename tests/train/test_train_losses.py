@@ -254,3 +254,13 @@ def test_outside_is_the_surprise_at_the_domain() -> None:
     p = logits.softmax(-1)
     expected = -torch.stack([p[0, :, 3:].sum(-1).log(), p[1, :, :3].sum(-1).log()]).mean()
     assert float(outside(logits, own)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_token_that_takes_all_experts_has_nothing_to_learn_from_the_set() -> None:
+    z = torch.randn(B, T, K, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    ids = z.detach().topk(K, -1).indices
+    held = torch.zeros(B, T, K, dtype=torch.bool)
+    held[..., 0] = True
+    loss = topk_set(Choice(z, ids, held))
+    (gradient,) = torch.autograd.grad(loss, z)
+    assert float(loss.detach()) == pytest.approx(1 / K) and not gradient.any()

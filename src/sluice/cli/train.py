@@ -1,4 +1,4 @@
-"""`sluice train`: its commands under one name, each refused in a line where the extra's libraries are missing."""
+"""`sluice train`: its commands under one name; those that need PyTorch are refused in a line where it is missing."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ def _training(command: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-IN_ORDER = (pretrain, locality, export, text, prerouter, recover, onpolicy, evaluate)
+COMMANDS = {
+    "data": data, "pretrain": _training(pretrain), "locality": _training(locality), "export": export,
+    "text": _training(text), "prerouter": _training(prerouter), "recover": _training(recover),
+    "onpolicy": _training(onpolicy), "evaluate": _training(evaluate),
+}  # fmt: skip
 app = group(
     "train",
     "Train what makes routing cacheable: small models, heads that predict routes, adapters that recover.",
-    {"data": data} | {command.__name__: _training(command) for command in IN_ORDER},
+    COMMANDS,
 )

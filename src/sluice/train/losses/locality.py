@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sluice.errors import InputError
@@ -70,10 +71,10 @@ def topk_set(choice: Choice) -> Tensor:
     """mean_t |S_t ∖ held_t| ÷ k, exactly, with a straight-through estimate of the gradient.
 
     Backwards, expert e is in S_t by σ((z_e − θ_t) ÷ τ), θ_t half-way between the k-th and the next logit, held fixed;
-    what is held is as it is.
+    what is held is as it is. Where a token takes all experts there is no next one, and no gradient.
     """
     z, k = choice.logits.float(), choice.ids.shape[-1]
-    top = z.detach().topk(k + 1, -1).values
+    top = F.pad(z.detach(), (0, 1), value=-torch.inf).topk(k + 1, -1).values
     soft = torch.sigmoid((z - top[..., -2:].mean(-1, keepdim=True)) / choice.tau)
     hard = chosen(choice.ids, z.shape[-1]).float()
     member = hard + soft - soft.detach()
@@ -90,12 +91,10 @@ def margin_aware(choice: Choice) -> Tensor:
     z, k = choice.logits.float()[:, 1:], choice.ids.shape[-1]
     held, taken = choice.held[:, 1:], chosen(choice.ids, choice.logits.shape[-1])[:, 1:]
     absent, spare = taken & ~held, held & ~taken
-    n = min(k, z.shape[-1])
-    leaves, stays = (~absent, ~spare)
-    weakest = z.masked_fill(leaves, torch.inf).topk(n, -1, largest=False).values
-    best = z.masked_fill(stays, -torch.inf).topk(n, -1).values
+    weakest = z.masked_fill(~absent, torch.inf).topk(k, -1, largest=False).values
+    best = z.masked_fill(~spare, -torch.inf).topk(k, -1).values
     paired = weakest.isfinite() & best.isfinite()
-    margin = torch.where(paired, weakest, 0).clamp_min(-1e30) - torch.where(paired, best, 0)
+    margin = torch.where(paired, weakest, 0) - torch.where(paired, best, 0)
     weight = torch.where(paired, torch.exp(-margin.detach().clamp_min(0) / choice.tau), 0)
     return (weight * margin).sum(-1).mean() / k
 
