@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train.toys import toy_model, toy_texts, write_documents
+from train.toys import toy_data, toy_model, toy_texts, write_documents
 
 from sluice.cli.train_evaluate import evaluate as command
 from sluice.errors import InputError
+from sluice.ggml import load_library
 from sluice.lab.replay import Demands
 from sluice.lab.simulate import simulate
 from sluice.trace import TraceReader
 from sluice.train.data import Tokens, prepare
 from sluice.train.evaluate import Wanted, evaluate, greedy, plain, prerouted, score, slots_of
+from sluice.train.gguf_out import export_gguf
 from sluice.train.heads import Heads
 from sluice.train.opening import open_model
 from sluice.train.passages import passages, write_passages
@@ -32,10 +34,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    files = write_documents(folder)
-    prepare(folder / "data", {name: [path] for name, path in files.items()}, vocab=300, valid_share=0.3)
-    return folder / "data"
+    return toy_data(tmp_path_factory.mktemp("data"), valid_share=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -245,3 +244,19 @@ def test_the_command_refuses_by_name(data: Path, model_folder: Path, tmp_path: P
     prepare(other, {name: [path] for name, path in files.items()}, vocab=290)
     with pytest.raises(InputError, match="another tokenizer"):
         command(model_folder, other, length=16)
+
+
+def test_weights_of_another_model_of_the_same_shape_are_refused(
+    data: Path, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    toy_model(vocab=300, seed=1).save_pretrained(other)
+    save_tokenizer(Tokens(data).tokenizer(), other)
+    library = load_library()
+    for folder in (model_folder, other):
+        export_gguf(folder, tmp_path / f"{folder.name}.gguf", library, type="q8_0")
+    words: dict[str, Any] = {"passages": 1, "length": 32, "json": True}
+    assert command(model_folder, data, weights=tmp_path / f"{model_folder.name}.gguf", **words) == 0
+    assert json.loads(capsys.readouterr().out)["domains"]
+    with pytest.raises(InputError, match="another model of the same shape"):
+        command(model_folder, data, weights=tmp_path / "other.gguf", **words)

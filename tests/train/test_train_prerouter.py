@@ -14,9 +14,10 @@ from sluice.errors import InputError
 from sluice.routing import open_prerouter
 from sluice.train.heads import Heads
 from sluice.train.loop import Stopped, fit
+from sluice.train.opening import check_routers, router_weights
 from sluice.train.prerouter import ImitateRouters, kl
 from sluice.train.routes import record
-from sluice.train.stages import HEADS, check_order, check_routers, router_weights
+from sluice.train.stages import HEADS, check_order
 
 torch.set_num_threads(1)
 

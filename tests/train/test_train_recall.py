@@ -9,9 +9,9 @@ from train.toys import toy_model, toy_texts
 
 from sluice.errors import InputError
 from sluice.train.heads import Heads
+from sluice.train.opening import router_weights
 from sluice.train.recall import mean_recall, overlap, recall
 from sluice.train.routes import record
-from sluice.train.stages import router_weights
 
 torch.set_num_threads(1)
 

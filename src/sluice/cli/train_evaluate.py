@@ -10,16 +10,15 @@ import typer
 
 from sluice.cli.options import Json, check_count
 from sluice.cli.terminal import emit, print_facts, print_table, progress_bar
+from sluice.cli.train_fit import Data
 from sluice.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from sluice.train.data import Tokens
-    from sluice.train.heads import Heads
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, as transformers saves it.")]
-Data = Annotated[Path, typer.Argument(metavar="DATA", help="A data folder, made by `sluice train data`.")]
 Weights = Annotated[
     Path | None,
     typer.Option("--weights", metavar="GGUF", help="Take the weights that this file of the model dequantises to.",
@@ -81,6 +80,7 @@ def evaluate(
     from sluice.train import data as prepared
     from sluice.train.evaluate import Wanted
     from sluice.train.evaluate import evaluate as measure
+    from sluice.train.heads import Heads
     from sluice.train.passages import passages as cut
     from sluice.train.passages import write_passages
     from sluice.train.student import Student
@@ -107,10 +107,15 @@ def evaluate(
     counted = cut(tokens, "train", passages, length)
     opened = _open(model, tokens)
     if weights is not None:
-        _dequantised(opened, model, weights)
+        from sluice.cli.opening import load_ggml
+        from sluice.train.opening import dequantise
+
+        dequantise(opened, model, weights, load_ggml(None))
     if lora is not None:
-        _adapted(opened, lora)
-    heads = None if prerouter is None else _heads(prerouter)
+        from sluice.train.lora import open_lora
+
+        open_lora(opened, lora)
+    heads = None if prerouter is None else Heads.open(prerouter)
     student = Student(opened, heads) if heads is not None and routing == "prerouted" else None
     wanted = Wanted(
         shares=shares, trace=trace, force=force, scores=trace_scores, switching=switching, generate=generate
@@ -146,35 +151,11 @@ def _shares(text: str) -> tuple[float, ...]:
 def _open(path: Path, tokens: Tokens) -> nn.Module:
     """The model in a folder. Raises InputError where it isn't one, or has another tokenizer than the data."""
     from sluice.train.experts import use_fast_experts
-    from sluice.train.opening import open_model
-    from sluice.train.tokenizer import open_tokenizer
+    from sluice.train.pretrain import opened
 
-    tokens.check_tokenizer(open_tokenizer(path), str(path))
-    model = open_model(path)
+    model = opened(path, tokens)
     use_fast_experts(model)
     return model
-
-
-def _dequantised(opened: nn.Module, model: Path, weights: Path) -> None:
-    """Give `opened`, the model in `model`, the weights of a GGUF file of it. Raises InputError for another's."""
-    from json import loads
-
-    from sluice.cli.opening import load_ggml
-    from sluice.train.gguf_in import GgufWeights
-
-    GgufWeights(weights, loads((model / "config.json").read_bytes()), load_ggml(None)).load_into(opened)
-
-
-def _adapted(opened: nn.Module, lora: Path) -> None:
-    from sluice.train.lora import open_lora
-
-    open_lora(opened, lora)
-
-
-def _heads(path: Path) -> Heads:
-    from sluice.train.heads import Heads
-
-    return Heads.open(path)
 
 
 def _text(path: Path | None) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import CRITICAL
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from sluice.errors import InputError
+from sluice.errors import InputError, words_of
+from sluice.ggml import Library
 from sluice.train.families import family_of
+from sluice.train.gguf_in import GgufWeights
 
 
 def open_model(path: Path) -> nn.Module:
@@ -28,7 +31,7 @@ def open_model(path: Path) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: its config.json can't be used ({_line(error)}): save the model again") from None
+        raise InputError(f"{path}: its config.json can't be used ({words_of(error)}): save the model again") from None
     family_of(config)
     try:
         with _quiet():
@@ -37,7 +40,7 @@ def open_model(path: Path) -> nn.Module:
                 use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise InputError(f"{path}: its weights can't be read ({_line(error)}): save the model again") from None
+        raise InputError(f"{path}: its weights can't be read ({words_of(error)}): save the model again") from None
     model, report = loaded
     if missing := report["missing_keys"]:
         raise InputError(f"{path}: its files lack {min(missing)}: the model is incomplete, save it again")
@@ -47,19 +50,53 @@ def open_model(path: Path) -> nn.Module:
     return model.eval()
 
 
+def dequantise(model: nn.Module, folder: Path, weights: Path, library: Library) -> GgufWeights:
+    """Give `model`, which `folder` holds, the numbers that `weights`, a GGUF file made from it, dequantise to.
+
+    Raises InputError for another model's file, also where that has the same shape: its routers tell.
+    """
+    stored = GgufWeights(weights, json.loads((folder / "config.json").read_bytes()), library)
+    before = router_weights(model)
+    stored.load_into(model)
+    check_routers(model, before, weights)
+    return stored
+
+
+def router_weights(model: nn.Module) -> dict[int, Tensor]:
+    """Copies of the routers' weights by layer, to hold another file's against."""
+    routers = family_of(model).routers(model)
+    return {layer: router.weight.detach().float().clone() for layer, router in routers.items()}  # type: ignore[union-attr]
+
+
+def check_routers(model: nn.Module, before: Mapping[int, Tensor], path: str | Path) -> None:
+    """Raise InputError unless the routers of `model`, now as `path` has them, are those of `before`, rounded or not."""
+    for layer, weight in router_weights(model).items():
+        whole = before[layer]
+        rounded = (whole.to(dtype).float() for dtype in (torch.float32, torch.bfloat16, torch.float16))
+        if not any(torch.equal(weight, each) for each in rounded):
+            raise InputError(f"{path}: holds another model of the same shape: layer {layer}'s router has other "
+                             "weights: name a file that was made from this model")  # fmt: skip
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps transformers from reporting on stderr what is said as an error here, and from its progress bars."""
-    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
+    try:
+        with without_bars():
+            yield
+    finally:
+        logging.set_verbosity(level)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keeps transformers from showing progress bars."""
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

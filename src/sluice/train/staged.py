@@ -7,7 +7,6 @@ GGUF for the engine. The model's folder is the teacher; `weights` is the GGUF fi
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,24 +18,25 @@ from sluice.errors import InputError
 from sluice.ggml import Library
 from sluice.models import family_of as served_family
 from sluice.models.fingerprint import fingerprint as served_fingerprint
+from sluice.routing.prerouter_file import PrerouterInfo
+from sluice.routing.prerouter_init import HIDDEN
 from sluice.train import processes
 from sluice.train.adapter_out import export_adapter
 from sluice.train.data import Batches, Tokens
 from sluice.train.experts import use_fast_experts
-from sluice.train.gguf_in import GgufWeights
-from sluice.train.heads import HIDDEN, Heads
+from sluice.train.heads import Heads
 from sluice.train.loop import Progress, Report, Stop, fit
 from sluice.train.lora import Lora, add_lora, digest, open_lora
 from sluice.train.objective import Objective
 from sluice.train.onpolicy import OnPolicy
-from sluice.train.opening import open_model
+from sluice.train.opening import dequantise, open_model
 from sluice.train.prerouter import ImitateRouters
 from sluice.train.pretrain import held_out as held_out_rows
 from sluice.train.pretrain import identity, opened
 from sluice.train.recover import Recover, Served
 from sluice.train.settings import Settings
 from sluice.train.shards import sha256
-from sluice.train.stages import ADAPTER, ADAPTER_GGUF, HEADS, check_order, check_routers, router_weights
+from sluice.train.stages import ADAPTER, ADAPTER_GGUF, HEADS, check_order
 from sluice.train.texts import TextBatches, Texts, held_out
 from sluice.train.tokenizer import fingerprint, open_tokenizer
 
@@ -74,18 +74,17 @@ def prerouter(
         check_order("prerouter", learning, heads, force=going.force)
     else:
         learning = Heads.untrained(whole, hidden=hidden, seed=seed, name=model.resolve().name)
-    base = whole
     if weights is not None:
-        base, learning.info = _quantised(whole, model, weights, library, learning)
+        learning.info = _quantise(whole, model, weights, library, learning)
     recipe = {
         "stage": "prerouter", "train": asdict(settings), "model": identity(model), "data": tokens.fingerprint,
         "weights": _hash_of(weights, library), "heads": None if heads is None else sha256(heads), "hidden": hidden,
         "heads_seed": seed,
     }  # fmt: skip
     batches = Batches(tokens, "train", settings.batch, settings.length, settings.seed, rank=here.rank, world=here.world)
-    use_fast_experts(base.to(here.device))
+    use_fast_experts(whole.to(here.device))
     objective = ImitateRouters(
-        base, learning.to(here.device), held_out_rows(tokens, settings.length, going.held_out), recipe
+        whole, learning.to(here.device), held_out_rows(tokens, settings.length, going.held_out), recipe
     )  # fmt: skip
     return _fit(objective, batches, out, going, recipe)
 
@@ -140,7 +139,8 @@ class _Opening:
         check_order(stage, self.heads, heads, force=going.force)
         self.teacher = open_model(model)
         self.heads.check_model(self.teacher, str(model))
-        self.base, self.heads.info = _quantised(self.teacher, model, weights, library, self.heads)
+        self.base = open_model(model)
+        self.heads.info = _quantise(self.base, model, weights, library, self.heads)
         for one in (self.base, self.teacher):
             use_fast_experts(one.to(processes.place().device))
         self.recipe: dict[str, Any] = {
@@ -169,21 +169,18 @@ class _Opening:
         )  # fmt: skip
 
 
-def _quantised(whole: nn.Module, model: Path, weights: Path, library: Library, heads: Heads) -> tuple[nn.Module, Any]:
-    """The model with the numbers that `weights` dequantise to; and what `heads`, which are for it, say of themselves.
+def _quantise(whole: nn.Module, model: Path, weights: Path, library: Library, heads: Heads) -> PrerouterInfo:
+    """Give `whole`, the model in `model`, the numbers that `weights` dequantise to.
 
-    That names the file's own fingerprint, by which the engine knows them. Raises InputError for another model's file.
+    Returns what `heads`, which are for it, then say of themselves: the file's own fingerprint, by which the engine
+    knows them. Raises InputError for another model's file.
     """
-    stored = GgufWeights(weights, json.loads((model / "config.json").read_bytes()), library)
-    base = open_model(model)
-    stored.load_into(base)
-    check_routers(base, router_weights(whole), weights)
+    stored = dequantise(whole, model, weights, library)
     spec = served_family(stored.file).read_spec(stored.file)
     name = stored.file.metadata.get("general.name")
-    info = replace(
+    return replace(
         heads.info, fingerprint=served_fingerprint(stored.file, spec), name=name if isinstance(name, str) else ""
     )  # fmt: skip
-    return base, info
 
 
 def _hash_of(weights: Path | None, library: Library) -> str | None:

@@ -11,11 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from sluice.errors import InputError
-from sluice.train.families import family_of
 from sluice.train.heads import Heads
 
 STAGES = ("prerouter", "recover", "onpolicy")
@@ -41,19 +37,3 @@ def trained(stage: str, heads: Heads, facts: Mapping[str, Any]) -> dict[str, Any
     """What the file of `heads` says of training once `stage` is done: that, and all it said before."""
     done = [name for name in heads.stages if name != stage]
     return {**heads.info.training, "stages": [*done, stage], stage: dict(facts)}
-
-
-def router_weights(model: nn.Module) -> dict[int, Tensor]:
-    """Copies of the routers' weights by layer, to hold another file's against."""
-    routers = family_of(model).routers(model)
-    return {layer: router.weight.detach().float().clone() for layer, router in routers.items()}  # type: ignore[union-attr]
-
-
-def check_routers(model: nn.Module, before: Mapping[int, Tensor], path: str | Path) -> None:
-    """Raise InputError unless the routers of `model`, now as `path` has them, are those of `before`, rounded or not."""
-    for layer, weight in router_weights(model).items():
-        whole = before[layer]
-        rounded = (whole.to(dtype).float() for dtype in (torch.float32, torch.bfloat16, torch.float16))
-        if not any(torch.equal(weight, each) for each in rounded):
-            raise InputError(f"{path}: holds another model of the same shape: layer {layer}'s router has other "
-                             "weights: name a file that was made from this model")  # fmt: skip
