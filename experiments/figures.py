@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parts import LABELS, misses, ppl
+from measures import asked, seeds
+from parts import LABELS, MOST_PPL, STACK_PPL, misses, ppl
 from recipes import LOCALITY
-from runner import Json, RunError, Work
+from runner import Json, Work
 from runs import SEEDS
 
 from sluice.lab.plot_style import BLUE, GREEN, MUTED, ORANGE, PURPLE, RED, STYLE, TEAL, percent
@@ -47,13 +48,8 @@ def _figure(path: Path, fill: Callable[[Axes], bool]) -> bool:
 
 def _evaluated(work: Work) -> dict[str, Json]:
     """What was measured of seed 1: the base, tries, and the domain model."""
-    found: dict[str, Json] = {}
-    for name in ("base", *LOCALITY, "domain"):
-        try:
-            found[name] = work.step(f"{name}-s1", "evaluate")
-        except RunError:
-            continue
-    return found
+    found = {name: asked(work, f"{name}-s1", "evaluate") for name in ("base", *LOCALITY, "domain")}
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def _curves(work: Work, ax: Axes) -> bool:
@@ -77,14 +73,14 @@ def _tradeoff(work: Work, ax: Axes) -> bool:
         ax.scatter([x], [y], color=colour)
         ax.annotate(name, (x, y), xytext=(5, 3), textcoords="offset points")
     ax.axvline(-0.30, color=MUTED, linestyle=":")
-    ax.axhline(0.01, color=MUTED, linestyle=":")
+    ax.axhline(MOST_PPL, color=MUTED, linestyle=":")
     ax.set(xlabel="misses, against the base", ylabel="perplexity, against the base")
     percent(ax, x=True, y=True, decimals=1)
     return True
 
 
 def _training(work: Work, ax: Axes) -> bool:
-    for (name), colour in zip(("base", *LOCALITY, "domain"), COLOURS * 2, strict=False):
+    for name, colour in zip(("base", *LOCALITY, "domain"), COLOURS * 2, strict=False):
         path = work.at(f"{name}-s1") / "train" / "metrics.jsonl"
         if not path.is_file():
             continue
@@ -97,12 +93,11 @@ def _training(work: Work, ax: Axes) -> bool:
 
 
 def _recall(work: Work, ax: Axes) -> bool:
-    try:
-        layers = work.step("stages-s1", "recall")["recall"]["layers"]
-    except RunError:
+    if (found := asked(work, "stages-s1", "recall")) is None:
         return False
+    layers = found["recall"]["layers"]
     numbers = [one["layer"] for one in layers]
-    for name, colour in zip(("head", "untrained", "previous", "popularity", "chance"), COLOURS, strict=False):
+    for name, colour in zip(found["recall"]["mean"], COLOURS, strict=False):
         ax.plot(numbers, [one[name] for one in layers], marker="o", label=name, color=colour)
     ax.set(xlabel="layer", ylabel="recall@k, a token ahead", ylim=(0, 1))
     ax.set_xticks(numbers)
@@ -111,25 +106,18 @@ def _recall(work: Work, ax: Axes) -> bool:
 
 
 def _stages(work: Work, ax: Axes) -> bool:
-    drawn = False
-    for seed, colour in zip(SEEDS, COLOURS, strict=False):
-        try:
-            found = work.step(f"stages-s{seed}", "recovered")
-        except RunError:
-            continue
+    for seed, found in seeds(work, "stages", "recovered").items():
         states = ["teacher", *found["states"]]
         values = [found["teacher_ppl"], *(one["ppl"] for one in found["states"].values())]
-        ax.plot(states, values, marker="o", label=f"seed {seed}", color=colour)
-        drawn = True
+        ax.plot(states, values, marker="o", label=f"seed {seed}", color=COLOURS[SEEDS.index(seed)])
     ax.set(ylabel="perplexity, held-out text")
-    return drawn and _legend(ax)
+    return _legend(ax)
 
 
 def _stack(work: Work, ax: Axes) -> bool:
-    try:
-        tries: list[Json] = work.step("stack-s1", "claim")["tries"]
-    except RunError:
+    if (claim := asked(work, "stack-s1", "claim")) is None:
         return False
+    tries: list[Json] = claim["tries"]
     for (which, label), colour in zip(LABELS.items(), COLOURS, strict=False):
         own = [one for one in tries if one["model"] == which]
         x, y = [one["misses_change"] for one in own], [one["ppl_change"] for one in own]
@@ -138,7 +126,7 @@ def _stack(work: Work, ax: Axes) -> bool:
             at = (one["misses_change"], one["ppl_change"])
             ax.annotate(one["rule"], at, xytext=(4, 3), textcoords="offset points", fontsize=7)
     ax.axvline(-0.80, color=MUTED, linestyle=":")
-    ax.axhline(0.034, color=MUTED, linestyle=":")
+    ax.axhline(STACK_PPL, color=MUTED, linestyle=":")
     ax.set(xlabel="misses, against the base without a margin", ylabel="perplexity")
     percent(ax, x=True, y=True, decimals=1)
     return _legend(ax)

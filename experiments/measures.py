@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from bounds import bounded, changes
@@ -14,22 +13,20 @@ from runs import SEEDS
 
 def gathered(work: Work) -> Json:
     """For `sluice gate`: each question's numbers with their bounds; null where nothing was measured."""
-    chosen = _or_none(lambda: work.step("choose", "choose")["chosen"])
+    chosen, data = asked(work, "choose", "choose"), asked(work, "data", "prepare")
     pairs = [pair for seed in SEEDS if (pair := _pair(work, seed, lambda s: local(work, s))) is not None]
     domain = [pair for seed in SEEDS if (pair := _pair(work, seed, lambda s: f"domain-s{s}")) is not None]
-    stacks = [one for seed in SEEDS if (one := _or_none(partial(work.step, f"stack-s{seed}", "claim"))) is not None]
-    stages = [
-        one["recovered"] for seed in SEEDS
-        if (one := _or_none(lambda seed=seed: work.step(f"stages-s{seed}", "recovered"))) is not None
-        and one["recovered"] is not None
-    ]  # fmt: skip
+    stacks = seeds(work, "stack", "claim").values()
+    stages = [share for one in seeds(work, "stages", "recovered").values() if (share := one["recovered"]) is not None]
     return {
         "seeds": list(SEEDS),
-        "data": _or_none(lambda: work.step("data", "prepare")["fingerprint"]),
-        "chosen": chosen,
+        "data": None if data is None else data["fingerprint"],
+        "chosen": None if chosen is None else chosen["chosen"],
         "locality": _compared(pairs),
-        "domain": _compared(domain)
-        and {**_compared(domain), "hit_rate": bounded([one["domains"]["mean_pinned_hit_rate"] for _, one in domain])},
+        "domain": {
+            **_compared(domain),
+            "hit_rate": bounded([one["domains"]["mean_pinned_hit_rate"] for _, one in domain]),
+        },
         "stack": {
             key: changes([one[name] for one in stacks], [one["base"][name] for one in stacks])
             for key, name in (("misses_change", "misses"), ("ppl_change", "ppl"))
@@ -38,16 +35,26 @@ def gathered(work: Work) -> Json:
     }
 
 
-def _or_none(ask: Callable[[], Any]) -> Any:
+def asked(work: Work, run: str, step: str) -> Any:
+    """What a step left; None if its run isn't done."""
     try:
-        return ask()
+        return work.step(run, step)
     except RunError:
         return None
 
 
+def seeds(work: Work, run: str, step: str) -> dict[int, Any]:
+    """What a step left, by seed, of the runs that are done; `run` without its seed."""
+    found = {seed: asked(work, f"{run}-s{seed}", step) for seed in SEEDS}
+    return {seed: one for seed, one in found.items() if one is not None}
+
+
 def _pair(work: Work, seed: int, name: Callable[[int], str]) -> tuple[Json, Json] | None:
     """What the base and another run of a seed measured, if both are done."""
-    return _or_none(lambda: (work.step(f"base-s{seed}", "evaluate"), work.step(name(seed), "evaluate")))
+    try:
+        return work.step(f"base-s{seed}", "evaluate"), work.step(name(seed), "evaluate")
+    except RunError:
+        return None
 
 
 def _compared(pairs: list[tuple[Json, Json]]) -> Json:

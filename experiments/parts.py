@@ -99,7 +99,7 @@ def data_steps(size: Size, texts: Mapping[str, str] | None, work: Work) -> list[
 
 def pretrained_steps(size: Size, name: str, seed: int, changes: Sections, work: Work) -> list[Step]:
     kind = "pretrain" if not changes else "locality"
-    teacher = ("--teacher", model_of("base-s1")) if "distill" in changes else ()
+    teacher = ("--teacher", model_of(f"base-s{seed}")) if "distill" in changes else ()
     asked = _written(work, name, "recipe.toml", recipe(size, seed, changes))
     out = f"runs/{name}/train"
     return [
@@ -116,24 +116,20 @@ def _exported(name: str, kind: str, type: str) -> Step:
 
 
 def local_steps(size: Size, seed: int, work: Work) -> list[Step]:
-    return _again(size, f"local-s{seed}", work.step("choose", "choose")["chosen"], seed, work)
+    return _again(size, f"local-s{seed}", "chosen", seed, work)
 
 
 def stronger_steps(size: Size, seed: int, work: Work) -> list[Step]:
     """Nothing where rerouting was claimed on the claimed try."""
     if work.step("stack-s1", "claim")["model"] == "local":
         return []
-    return _again(size, f"stronger-s{seed}", work.step("choose", "choose")["stronger"], seed, work)
+    return _again(size, f"stronger-s{seed}", "stronger", seed, work)
 
 
-def _again(size: Size, name: str, chosen: str, seed: int, work: Work) -> list[Step]:
-    """A try with another seed."""
-    changes = dict(LOCALITY[chosen][1])
-    steps = pretrained_steps(size, name, seed, changes, work)
-    if "distill" in changes:  # by the base of its own seed
-        words = tuple(word.replace(model_of("base-s1"), model_of(f"base-s{seed}")) for word in steps[0].words)
-        steps[0] = Step(steps[0].name, words)
-    return steps
+def _again(size: Size, name: str, which: str, seed: int, work: Work) -> list[Step]:
+    """The try that `choose` calls `which`, with another seed."""
+    _, changes = LOCALITY[work.step("choose", "choose")[which]]
+    return pretrained_steps(size, name, seed, changes, work)
 
 
 def misses(measured: Json) -> int:

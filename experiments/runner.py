@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,12 @@ class Work:
             raise RunError(f"{run} has no result of {step} yet: run it first")
         return result["steps"][step]["result"]
 
-    def spent_s(self, name: str) -> float:
-        """Seconds that attempts at a run took, those that failed too."""
+    def spent_s(self, name: str, step: str | None = None) -> float:
+        """Seconds that attempts at a run, or at one step of it, took, those that failed too."""
         path = self.at(name) / ATTEMPTS
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        return sum(json.loads(line)["elapsed_s"] for line in lines)
+        attempts = [json.loads(line) for line in lines]
+        return sum(each["elapsed_s"] for each in attempts if step in (None, each["step"]))
 
     def state(self, run: Run) -> str:
         """ "done", "begun", "ready", or what it waits for."""
@@ -118,8 +120,8 @@ def execute(work: Work, run: Run, *, log: Callable[[str], None]) -> Json:
             result: Json | None = step.compute({name: each["result"] for name, each in done.items()})
         else:
             result = _command(work, folder, step, log)
-        spent = sum(each["elapsed_s"] for each in _attempts(folder) if each["step"] == step.name)
-        done[step.name] = {"words": list(step.words), "elapsed_s": spent or time.time() - began, "result": result}
+        spent = work.spent_s(run.name, step.name) or time.time() - began
+        done[step.name] = {"words": list(step.words), "elapsed_s": spent, "result": result}
         write_json(path, done[step.name])
     whole = {
         "run": run.name,
@@ -160,29 +162,20 @@ def _command(work: Work, folder: Path, step: Step, log: Callable[[str], None]) -
     return result if isinstance(result, dict) else None
 
 
-class _passed_on:  # noqa: N801  (a context manager that is used like a function)
+@contextmanager
+def _passed_on(child: subprocess.Popen[str]) -> Iterator[None]:
     """While it lasts, SIGINT and SIGTERM go to the child, which saves what it has and ends by itself."""
 
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self._child = child
-        self._before: dict[int, Any] = {}
+    def passed(number: int, frame: object) -> None:
+        if child.poll() is None:
+            child.send_signal(number)
 
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._pass)
-
-    def _pass(self, number: int, frame: object) -> None:
-        if self._child.poll() is None:
-            self._child.send_signal(number)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+    before = {number: signal.signal(number, passed) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _attempts(folder: Path) -> list[Json]:
-    path = folder / ATTEMPTS
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def write_json(path: Path, value: Json) -> None:

@@ -6,13 +6,12 @@ A figure's place is a line <!-- NAME -->.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from measures import asked, seeds
 from page import NOT_RUN, change, number, percent, prose, rows, section, spread
 from parts import LABELS, SLOW_DISK, misses, ppl
 from recipes import LOCALITY
-from runner import Json, RunError, Work
-from runs import SEEDS
+from runner import Json, Work
 
 HEADS = (
     "model", "perplexity", "change", "by domain", "misses a token", "change", "own experts serve", "evenness of load",
@@ -24,20 +23,6 @@ STATES = {
     "stage2": "+ stage 2: heads and adapter on the teacher's text",
     "stage3": "+ stage 3: on its own text",
 }
-
-
-def asked(work: Work, run: str, step: str) -> Any:
-    """What a step left; None if its run isn't done."""
-    try:
-        return work.step(run, step)
-    except RunError:
-        return None
-
-
-def seeds(work: Work, run: str, step: str) -> dict[int, Any]:
-    """What a step left, by seed, of the runs that are done; `run` without its seed."""
-    found = {seed: asked(work, f"{run}-s{seed}", step) for seed in SEEDS}
-    return {seed: one for seed, one in found.items() if one is not None}
 
 
 def _row(name: str, one: Json, base: Json | None) -> list[str]:
