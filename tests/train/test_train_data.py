@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +95,6 @@ def test_documents_stand_between_ends(folder: Path) -> None:
     assert documents[-1].dtype == np.int64 and documents[-1][-1] == documents[-1][0] == tokens.end
     with pytest.raises(IndexError):
         documents[len(documents)]
-
-
-def test_windows_predict_every_token_once(folder: Path) -> None:
-    tokens = Tokens(folder)
-    ids = tokens.ids("prose", "valid")
-    rows = list(tokens.windows("prose", "valid", 50))
-    np.testing.assert_array_equal(np.concatenate([row[1:] for row in rows]), ids[1:])
-    assert all(row[0] == before[-1] and len(row) <= 51 for before, row in pairwise(rows))
-    assert sum(len(row) - 1 for row in tokens.windows("prose", "valid", 50, limit=77)) == 77
 
 
 def test_split_and_order_do_not_depend_on_files_or_other_documents(

@@ -96,6 +96,6 @@ def test_without_quantising_all_matrices_are_alike() -> None:
 def test_numbers_are_llama_cpps() -> None:
     import gguf
 
-    for it in FILE_TYPES.values():
+    for own, it in FILE_TYPES.items():
         name = gguf.LlamaFileType(it.number).name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
-        assert name.removesuffix("_m").removesuffix("_moe") == it.name
+        assert name.removesuffix("_m").removesuffix("_moe") == own

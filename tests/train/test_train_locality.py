@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from toys import toy_model, write_documents
+from toys import MODEL, toy_data, toy_model
 
 from sluice.cli.train_fit import locality as command
 from sluice.errors import InputError
-from sluice.train.data import prepare
 from sluice.train.language import LanguageModel, Pass, use
 from sluice.train.locality import Neighbours, OwnExperts, Teacher, strength, terms
 from sluice.train.losses.domain import partition
@@ -21,11 +20,6 @@ from sluice.train.recipe import Balance, Distill, Domain, Locality, Recipe, pars
 
 torch.set_num_threads(1)
 
-MODEL = {
-    "family": "qwen3_moe", "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8,
-    "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True,
-}  # fmt: skip
 TRAIN = {"steps": 60, "batch": 4, "length": 32, "lr": 1e-2, "warmup": 2}
 
 
@@ -36,10 +30,7 @@ def recipe(**sections: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    files = write_documents(folder)
-    prepare(folder / "data", {name: [path] for name, path in files.items()}, vocab=300, valid_share=0.2, seed=0)
-    return folder / "data"
+    return toy_data(tmp_path_factory.mktemp("text"), valid_share=0.2, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +106,9 @@ def test_a_terms_weight_follows_its_schedule() -> None:
 
 def test_the_prior_is_for_a_domains_experts_and_ends() -> None:
     term = OwnExperts(Domain(prior=3.0, until=0.5), 8, 2)
-    prior = term.prior(torch.tensor([1, 0]), 8, 0.25)
+    prior = term.prior(torch.tensor([1, 0]), 0.25)
     assert prior is not None and torch.equal(prior, 1.5 * partition(8, 2)[[1, 0]].float())
-    assert term.prior(torch.tensor([1, 0]), 8, 0.5) is None
+    assert term.prior(torch.tensor([1, 0]), 0.5) is None
     _, figures = term.loss(a_pass(0.25))
     assert 0 <= figures["domain_hit"] <= 1
 

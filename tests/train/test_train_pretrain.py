@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import toy_model, write_documents
+from toys import MODEL, toy_data, toy_model, write_documents
 
 from sluice.errors import InputError
 from sluice.train.data import Tokens, prepare
@@ -29,11 +29,6 @@ from sluice.train.recipe import Recipe, parse_recipe
 
 torch.set_num_threads(1)
 
-MODEL = {
-    "family": "qwen3_moe", "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8,
-    "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True,
-}  # fmt: skip
 TRAIN = {"steps": 24, "batch": 4, "length": 32, "lr": 1e-2, "warmup": 2, "log_every": 5, "save_every": 10,
          "valid_every": 12}  # fmt: skip
 
@@ -47,10 +42,7 @@ def recipe(*, model: Mapping[str, Any] | None = None, **sections: Any) -> Recipe
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    files = write_documents(folder)
-    prepare(folder / "data", {name: [path] for name, path in files.items()}, vocab=300, valid_share=0.2, seed=0)
-    return folder / "data"
+    return toy_data(tmp_path_factory.mktemp("text"), valid_share=0.2, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_moe import tiny_model
-from toys import write_documents
+from toys import toy_data
 from typer.testing import CliRunner
 
 from sluice.cli.commands import group
@@ -21,7 +21,7 @@ from sluice.engine import Engine
 from sluice.errors import InputError
 from sluice.ggml import load_library
 from sluice.routing import init_prerouter, open_prerouter
-from sluice.train.data import Tokens, prepare
+from sluice.train.data import Tokens
 from sluice.train.gguf_in import GgufWeights
 from sluice.train.gguf_out import export_gguf
 from sluice.train.heads import Heads
@@ -76,7 +76,7 @@ def call(*words: object) -> Any:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     found = Made(tmp_path_factory.mktemp("staged"))
-    prepare(found.data, {name: [path] for name, path in write_documents(found.folder).items()}, vocab=300)
+    assert toy_data(found.folder) == found.data
     end = Tokens(found.data).end
     model = tiny_model(vocab_size=300, moe_intermediate_size=32, eos_token_id=end, bos_token_id=end)
     saver(found.data)(model, found.model)

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from toys import write_documents
+from toys import toy_data
 
 from sluice.errors import InputError, SluiceError
 from sluice.ggml import load_library
 from sluice.text.vocabulary import UNUSED
 from sluice.train import teacher_text
-from sluice.train.data import Tokens, prepare
+from sluice.train.data import Tokens
 from sluice.train.teacher_text import ANSWERS, REQUESTS, Asked, write_teacher_texts
 from sluice.train.texts import META, Texts
 from sluice.train.tokenizer import encode
@@ -27,9 +27,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
-    folder = tmp_path_factory.mktemp("data")
-    prepare(folder / "data", {name: [path] for name, path in write_documents(folder).items()}, vocab=300)
-    return Tokens(folder / "data")
+    return Tokens(toy_data(tmp_path_factory.mktemp("data")))
 
 
 @pytest.fixture

@@ -11,11 +11,18 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from sluice.train.data import prepare
 from sluice.train.passages import Passage
 
 CODE = "def return import for in while if else self class print value index range"
 PROSE = "the river moved slowly past a quiet house where she waited all evening"
 WORDS = {"code": CODE.split(" "), "prose": PROSE.split(" ")}
+
+MODEL = {  # a recipe's section
+    "family": "qwen3_moe", "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def toy_model(*, vocab: int = 300, seed: int = 0, layers: int = 3, **more: Any) -> Qwen3MoeForCausalLM:
@@ -45,3 +52,10 @@ def write_documents(folder: Path, documents: int = 40, words: int = 120) -> dict
         files[domain] = folder / f"{domain}.jsonl"
         files[domain].write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return files
+
+
+def toy_data(folder: Path, **more: Any) -> Path:
+    """A data folder of such documents, with a vocabulary of 300."""
+    files = write_documents(folder)
+    prepare(folder / "data", {name: [path] for name, path in files.items()}, vocab=300, **more)
+    return folder / "data"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +11,13 @@ import typer
 
 from sluice.cli.options import Json
 from sluice.cli.signals import deferred
-from sluice.cli.terminal import emit, note, print_facts, progress_bar
+from sluice.cli.terminal import Progress, emit, note, print_facts, progress_bar
 from sluice.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sluice.train.recipe import Recipe
+
+Report = Callable[[Mapping[str, Any]], None]  # a line of metrics
 
 _WHAT = "What the recipe says otherwise"
 _SAID_EVERY_S = 20.0
@@ -99,18 +99,29 @@ def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
 def _train(
     data: Path, run: Path, recipe: Recipe, start: Path | None, teacher: Path | None, *, json: bool
 ) -> int:  # fmt: skip
-    from sluice.train.loop import Stopped
     from sluice.train.pretrain import pretrain as train
+
+    asked = recipe.without_model() if start is not None and recipe.model else recipe
+    return told(
+        asked.train.steps,
+        lambda progress, report, stop: train(
+            data, run, asked, start=start, teacher=teacher, progress=progress, report=report, stop=stop
+        ),
+        _show, json=json,
+    )  # fmt: skip
+
+
+def told(
+    steps: int, begin: Callable[[Progress, Report, Callable[[], bool]], dict[str, Any]],
+    show: Callable[[Mapping[str, Any]], None], *, json: bool,
+) -> int:  # fmt: skip
+    """Train, tell how it goes, print what came of it; returns the exit code. `begin` takes what `fit` calls back."""
+    from sluice.train.loop import Stopped
     from sluice.train.processes import place
 
-    if start is not None and recipe.model:
-        recipe = recipe.without_model()
     with deferred() as stop, progress_bar("training") as progress:
         try:
-            result = train(
-                data, run, recipe, start=start, teacher=teacher, progress=progress,
-                report=reporter(recipe.train.steps), stop=lambda: bool(stop),
-            )  # fmt: skip
+            result = begin(progress, _reporter(steps), lambda: bool(stop))
         except Stopped as stopped:
             if place().first:
                 note(f"sluice: {stopped}")
@@ -120,11 +131,11 @@ def _train(
     if json:
         emit(result)
     else:
-        _show(result)
+        show(result)
     return 0
 
 
-def reporter(steps: int) -> Callable[[Mapping[str, Any]], None]:
+def _reporter(steps: int) -> Report:
     """Says on stderr now and then how training goes: a line of metrics as a sentence, with the time that is left."""
     said_at = -_SAID_EVERY_S
 

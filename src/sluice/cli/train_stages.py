@@ -11,9 +11,8 @@ import typer
 
 from sluice.cli.opening import load_ggml
 from sluice.cli.options import Json, check_count, grouped
-from sluice.cli.signals import deferred
-from sluice.cli.terminal import emit, note, print_facts, progress_bar
-from sluice.cli.train_fit import reporter
+from sluice.cli.terminal import emit, print_facts
+from sluice.cli.train_fit import Data, Run, told
 
 if TYPE_CHECKING:
     from sluice.train.staged import Going
@@ -29,12 +28,8 @@ Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="The model's folder, as transformers saves it: the teacher.")
 ]
 Gguf = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file of the teacher, unquantised.")]
-Data = Annotated[Path, typer.Argument(metavar="DATA", help="A data folder, made by `sluice train data`.")]
 ATexts = Annotated[Path, typer.Argument(metavar="TEXTS", help="A folder of texts, made by `sluice train text`.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder for the texts.")]
-Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The run's folder. One that was interrupted goes on where it stopped.")
-]
 Weights = Annotated[
     Path, typer.Option("--weights", metavar="GGUF", help="The quantised file of the model that will be served.",
                        show_default=False),
@@ -101,7 +96,6 @@ class RunOptions:
 
     def train(self, begin: Callable[[Going], dict[str, Any]], *, force: bool, json: bool) -> int:
         """Run a stage, tell how it goes, print what came of it; returns the exit code."""
-        from sluice.train.loop import Stopped
         from sluice.train.settings import Settings
         from sluice.train.staged import Going
 
@@ -111,18 +105,11 @@ class RunOptions:
             schedule=self.schedule, weight_decay=self.weight_decay, seed=self.seed, log_every=self.log_every,
             valid_every=self.valid_every, save_every=self.save_every,
         )  # fmt: skip
-        with deferred() as stop, progress_bar("training") as progress:
-            going = Going(settings, self.held_out, force, progress, reporter(self.steps), lambda: bool(stop))
-            try:
-                result = begin(going)
-            except Stopped as stopped:
-                note(f"sluice: {stopped}")
-                return stop.exit_code
-        if json:
-            emit(result)
-        else:
-            _show(result)
-        return 0
+        return told(
+            self.steps,
+            lambda progress, report, stop: begin(Going(settings, self.held_out, force, progress, report, stop)),
+            _show, json=json,
+        )  # fmt: skip
 
 
 def text(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -120,8 +121,7 @@ def _of_layer(rest: str, layer: int, spec: ModelSpec, known: Container[str]) -> 
         return [Piece(b + "attn_kv_b.weight")]
     if rest in ("self_attn.q_proj", "self_attn.k_proj") and spec.architecture in _ROTATED_IN_PAIRS:
         m, n_head = ("q", spec.n_head) if rest == "self_attn.q_proj" else ("k", spec.n_head_kv)
-        rows = np.arange(n_head * spec.head_dim).reshape(n_head, 2, spec.head_dim // 2).swapaxes(1, 2).reshape(-1)
-        return [Piece(f"{b}attn_{m}.weight", rows)]
+        return [Piece(f"{b}attn_{m}.weight", interleaved(n_head, spec.head_dim))]
     if rest == "mlp.shared_experts.input_linear":
         n = spec.n_ff_shared
         return [Piece(f"{b}ffn_{m}_shexp.weight", np.arange(n) + i * n) for i, m in enumerate(("gate", "up"))]
@@ -134,6 +134,20 @@ def _of_layer(rest: str, layer: int, spec: ModelSpec, known: Container[str]) -> 
     if rest.startswith("linear_attn.") and spec.delta is not None and spec.delta.tiled:
         return [Piece(target, *_tiled(rest, spec.delta))]
     return [Piece(target)]
+
+
+def interleaved(n_head: int, head_dim: int) -> np.ndarray:
+    """The rows of a query or key projection with each head's halves interleaved."""
+    return np.arange(n_head * head_dim).reshape(n_head, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
+
+
+def in_turns(n_k_heads: int, n_v_heads: int, width: int) -> np.ndarray:
+    """The rows of value heads, `width` each and neighbours if one key head's, where they take turns of key heads.
+
+    So value head i belongs to key head i % n_k_heads.
+    """
+    each = n_v_heads // n_k_heads
+    return np.arange(n_v_heads * width).reshape(n_k_heads, each, width).swapaxes(0, 1).reshape(-1)
 
 
 def _latent_pieces(b: str, spec: ModelSpec) -> list[Piece]:
@@ -149,11 +163,7 @@ def _latent_pieces(b: str, spec: ModelSpec) -> list[Piece]:
 
 def _tiled(rest: str, d: DeltaNetSpec) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Rows and columns where value heads, neighbours in transformers if one key head's, take turns of key heads."""
-    each = d.n_v_heads // d.n_k_heads
-
-    def order(width: int) -> np.ndarray:
-        return np.arange(d.n_v_heads * width).reshape(d.n_k_heads, each, width).swapaxes(0, 1).reshape(-1)
-
+    order = partial(in_turns, d.n_k_heads, d.n_v_heads)
     if rest == "linear_attn.in_proj_qkv":
         n_before = 2 * d.n_k_heads * d.head_dim
         return np.concatenate([np.arange(n_before), n_before + order(d.head_dim)]), None

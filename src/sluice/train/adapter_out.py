@@ -24,12 +24,11 @@ from sluice.gguf import open_gguf
 from sluice.models import family_of
 from sluice.new_file import appearing, check_out
 from sluice.routing.lora_file import Adapter, open_adapter
+from sluice.routing.lora_peft import PREFIX
 from sluice.safetensors_file import write_safetensors
 
 if TYPE_CHECKING:
     import torch
-
-PREFIX = "base_model.model."  # of PEFT's wrapper, and of the names in its files
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def write_peft(model: torch.nn.Module, folder: Path, *, adapter: str = "default"
 
 
 def _layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """The adapted modules by the names that they have without PEFT's wrapper."""
+    """The adapted modules by the names that they have without PEFT's wrapper, which puts PREFIX before them."""
     from peft.tuners.lora import LoraLayer
 
     found = [(name.removeprefix(PREFIX), module) for name, module in model.named_modules()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -129,7 +128,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """A JSON object, which appears whole or not at all."""
     making = path.with_name(f".{path.name}.making")
     making.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(making, path)  # noqa: PTH105
+    making.replace(path)
 
 
 def versions() -> dict[str, str | None]:

@@ -68,7 +68,7 @@ def plain(model: nn.Module) -> Run:
 
 
 def prerouted(student: Student) -> Run:
-    """Passes by predicted routes: position 0 has its routers', every later one what was said at the one before."""
+    """Passes by predicted routes: positions 0 and 1 have their routers', later ones what was said at the one before."""
 
     def run(ids: Tensor) -> tuple[Tensor, Routes]:
         out = student(ids)

@@ -16,7 +16,7 @@ from sluice.errors import InputError
 from sluice.ggml import Library
 from sluice.ggml.tensor import row_bytes
 from sluice.ggml.types import WEIGHT_TYPES, GgmlType
-from sluice.gguf import GgufFile, open_gguf
+from sluice.gguf import PACKED_TENSOR, ExpertPart, GgufFile, open_gguf
 from sluice.models.spec import expert_count
 from sluice.routing.stored import Converter
 from sluice.train.hf_config import HfConfig, read_config
@@ -50,7 +50,9 @@ class GgufWeights:
             for it in self._weights:
                 if isinstance(it, Weight):
                     info = self.file.tensors[it.name]
-                    stored = self._matrix(converter, info.type, info.file, info.offset, _rows(it.shape), it.shape[-1])
+                    stored = self._matrix(
+                        converter, info.type, info.file, info.offset, math.prod(it.shape[:-1]), it.shape[-1]
+                    )
                     yield it.source, it.to_hf(stored.reshape(it.shape))
                     continue
                 whole = fused.setdefault(it.source, np.empty(it.hf_shape, np.float32))
@@ -76,9 +78,8 @@ class GgufWeights:
             places[name].copy_(torch.from_numpy(values))
 
     def _fill(self, whole: np.ndarray, it: Experts, converter: Converter) -> None:
-        parts = self.file.expert_parts(it.layer)
-        assert parts is not None
-        part = next(part for part in parts if part.role == it.role)
+        part = _part(self.file, it)
+        assert part is not None  # `_check` has seen it
         for expert in range(it.shape[0]):
             at = part.offset + expert * part.stride
             matrix = self._matrix(converter, part.type, part.file, at, part.n_out, part.n_in)
@@ -104,10 +105,6 @@ class GgufWeights:
         return found
 
 
-def _rows(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape[:-1]))
-
-
 def _check(file: GgufFile, c: HfConfig, expected: list[Weight | Experts]) -> None:
     """Raise InputError unless `file` holds `expected` and nothing else."""
     path, found = file.paths[0], file.metadata.get("general.architecture")
@@ -128,7 +125,7 @@ def _check(file: GgufFile, c: HfConfig, expected: list[Weight | Experts]) -> Non
         if shape != it.shape:
             raise InputError(f"{path}: {it.name} is {list(shape)}, not {list(it.shape)}: {another}")
     known = {it.name for it in expected} | {f"blk.{i}.ffn_gate_up_exps.weight" for i in range(c.n_layers)}
-    known |= {f"blk.{i}.ffn_exps.packed" for i in range(c.n_layers)}
+    known |= {PACKED_TENSOR.format(i) for i in range(c.n_layers)}
     for name, info in file.tensors.items():
         if name not in known:
             raise InputError(f"{path}: holds {name}, which the model lacks: {another}")
@@ -145,9 +142,12 @@ def _shape(file: GgufFile, it: Weight) -> tuple[int, ...] | None:
     return whole[-n:] if all(size == 1 for size in whole[:-n]) else whole
 
 
+def _part(file: GgufFile, it: Experts) -> ExpertPart | None:
+    return next((part for part in file.expert_parts(it.layer) or () if part.role == it.role), None)
+
+
 def _expert_shape(file: GgufFile, it: Experts) -> tuple[int, ...] | None:
-    parts = file.expert_parts(it.layer)
-    part = next((part for part in parts or () if part.role == it.role), None)
+    part = _part(file, it)
     if part is None or part.type not in WEIGHT_TYPES:
         return None
     return expert_count(file, (part,)), part.n_out, part.n_in

@@ -21,7 +21,6 @@ T = GgmlType
 class FileType:
     """A kind of file: the type of most matrices, and the number that `general.file_type` has for it."""
 
-    name: str
     base: GgmlType
     number: int
 
@@ -32,25 +31,22 @@ class FileType:
 
 # By the names that llama-quantize takes; q2_k, q3_k, q4_k and q5_k are its mixtures ("Q4_K_M").
 FILE_TYPES = {
-    name: FileType(name, base, number)
-    for name, base, number in (
-        ("f32", T.F32, 0),
-        ("f16", T.F16, 1),
-        ("bf16", T.BF16, 32),
-        ("q8_0", T.Q8_0, 7),
-        ("q6_k", T.Q6_K, 18),
-        ("q5_k", T.Q5_K, 17),
-        ("q5_1", T.Q5_1, 9),
-        ("q5_0", T.Q5_0, 8),
-        ("q4_k", T.Q4_K, 15),
-        ("q4_1", T.Q4_1, 3),
-        ("q4_0", T.Q4_0, 2),
-        ("iq4_nl", T.IQ4_NL, 25),
-        ("iq4_xs", T.IQ4_XS, 30),
-        ("mxfp4", T.MXFP4, 38),
-        ("q3_k", T.Q3_K, 12),
-        ("q2_k", T.Q2_K, 10),
-    )
+    "f32": FileType(T.F32, 0),
+    "f16": FileType(T.F16, 1),
+    "bf16": FileType(T.BF16, 32),
+    "q8_0": FileType(T.Q8_0, 7),
+    "q6_k": FileType(T.Q6_K, 18),
+    "q5_k": FileType(T.Q5_K, 17),
+    "q5_1": FileType(T.Q5_1, 9),
+    "q5_0": FileType(T.Q5_0, 8),
+    "q4_k": FileType(T.Q4_K, 15),
+    "q4_1": FileType(T.Q4_1, 3),
+    "q4_0": FileType(T.Q4_0, 2),
+    "iq4_nl": FileType(T.IQ4_NL, 25),
+    "iq4_xs": FileType(T.IQ4_XS, 30),
+    "mxfp4": FileType(T.MXFP4, 38),
+    "q3_k": FileType(T.Q3_K, 12),
+    "q2_k": FileType(T.Q2_K, 10),
 }
 FALL_BACK = {
     T.IQ4_XS: T.IQ4_NL,

@@ -30,10 +30,9 @@ from sluice.routing.prerouter_file import (
     open_prerouter,
     write_prerouter,
 )
+from sluice.routing.prerouter_init import HIDDEN, TYPES
 from sluice.train.families import config_of, family_of
 
-TYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
-HIDDEN = 128
 # What GGUF files keep routers in: nearly all of them float32
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

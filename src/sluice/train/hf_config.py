@@ -58,7 +58,6 @@ class HfConfig:
     `rope` are transformers' `rope_parameters`, with `rope_type` one of ROPES. `said` is the whole file.
     """
 
-    where: str
     model_type: str
     n_layers: int
     n_embd: int
@@ -112,7 +111,6 @@ def read_config(said: Mapping[str, Any], where: str) -> HfConfig:
     if n_head % n_head_kv:
         c.fail("num_key_value_heads", f"is {n_head_kv}, which does not divide {n_head} heads: correct it")
     return HfConfig(
-        where=where,
         model_type=kind,
         n_layers=c.integer("num_hidden_layers", high=4096),
         n_embd=n_embd,

@@ -46,7 +46,7 @@ class Term:
         """Its part of the loss, weighted, and figures to report."""
         return seen.logits.new_zeros(()), {}
 
-    def prior(self, domain: Tensor, n_expert: int, done: float) -> Tensor | None:
+    def prior(self, domain: Tensor, done: float) -> Tensor | None:
         """[B, E] added to routers' logits where experts are chosen, in training alone; None for nothing."""
         return None
 
@@ -115,7 +115,7 @@ class LanguageModel(Objective):
 
     def _added(self, domain: Tensor) -> dict[int, Tensor] | None:
         """By layer what is added to logits [B, E]; None for nothing."""
-        priors = [term.prior(domain, self.n_expert, self.done) for term in self.terms]
+        priors = [term.prior(domain, self.done) for term in self.terms]
         left = min(1.0, max(0.0, (BIAS_GONE - self.done) / max(1e-9, BIAS_GONE - self.balance.fade)))
         parts: list[Tensor] = [one for one in priors if one is not None]
         if self.bias is None or not left:

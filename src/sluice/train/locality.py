@@ -51,7 +51,7 @@ class OwnExperts(Term):
         inside = torch.stack([_inside(own, ids) for _, ids in seen.routes.values()]).mean()
         return self.asked.weight * value, {"domain": float(value.detach()), "domain_hit": float(inside)}
 
-    def prior(self, domain: Tensor, n_expert: int, done: float) -> Tensor | None:
+    def prior(self, domain: Tensor, done: float) -> Tensor | None:
         left = max(0.0, 1 - done / self.asked.until) if self.asked.until else 0.0
         if not self.asked.prior or not left:
             return None

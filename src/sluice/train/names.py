@@ -9,16 +9,16 @@ Source: gguf-py/gguf/tensor_mapping.py and conversion/ in https://github.com/ggm
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from sluice.train.hf_config import HfConfig, LinearAttention
+from sluice.routing.linears import ROLES, expert_name
+from sluice.routing.peft_names import in_turns, interleaved
+from sluice.train.hf_config import HfConfig
 
-ROLES = ("gate", "up", "down")
 HEAD = "lm_head.weight"
 # What a checkpoint may hold beside the decoder: vision, multi-token prediction, tables that are computed.
 OTHER_PARTS = ("model.visual.", "visual.", "mtp.", "model.mtp.")
@@ -126,7 +126,7 @@ def _attention(c: HfConfig, b: str, there: str, norm: str) -> Iterator[Weight]:
     q, kv = c.n_head * c.head_dim, c.n_head_kv * c.head_dim
     n_query = 2 * q if c.linear else q  # qwen3_5_moe's queries have gates beside them
     for part, n, heads in (("q", n_query, c.n_head), ("k", kv, c.n_head_kv), ("v", kv, 0)):
-        rows = _rotated(heads, c.head_dim) if c.architecture == "llama" and heads else None
+        rows = interleaved(heads, c.head_dim) if c.architecture == "llama" and heads else None
         shape = (n, c.n_embd)
         yield Weight(f"{b}attn_{part}.weight", shape, f"{there}{part}_proj.weight", shape, rows)
         if c.qkv_bias:
@@ -142,7 +142,8 @@ def _delta(c: HfConfig, b: str, there: str) -> Iterator[Weight]:
     d, n = c.linear, c.n_embd
     assert d is not None
     there += "linear_attn."
-    values, heads, channels = _turns(d, d.head_dim), _turns(d, 1), _channels(d)
+    values, heads = in_turns(d.n_k_heads, d.n_v_heads, d.head_dim), in_turns(d.n_k_heads, d.n_v_heads, 1)
+    channels = np.concatenate([np.arange(2 * d.key_dim), 2 * d.key_dim + values])  # queries, keys, values
     for name, source, rows in (
         ("attn_qkv", "in_proj_qkv", channels),
         ("attn_gate", "in_proj_z", values),
@@ -163,7 +164,7 @@ def _experts(c: HfConfig, layer: int, b: str, there: str) -> Iterator[Weight | E
     d, ff, n = c.n_embd, c.n_ff_expert, c.n_expert
     yield _same(b + "ffn_gate_inp.weight", there + "gate.weight", n, d)
     for role in ROLES:
-        name, first = f"{b}ffn_{role}_exps.weight", ff if role == "up" else 0
+        name, first = expert_name(layer, role), ff if role == "up" else 0
         if role == "down":
             yield Experts(name, (n, d, ff), there + "experts.down_proj", (n, d, ff), first, layer, role)
         else:
@@ -174,25 +175,6 @@ def _experts(c: HfConfig, layer: int, b: str, there: str) -> Iterator[Weight | E
         shape = (d, c.n_ff_shared) if role == "down" else (c.n_ff_shared, d)
         yield _same(f"{b}ffn_{role}_shexp.weight", f"{there}shared_expert.{role}_proj.weight", *shape)
     yield _same(b + "ffn_gate_inp_shexp.weight", there + "shared_expert_gate.weight", 1, d)
-
-
-@functools.cache
-def _rotated(n_head: int, head_dim: int) -> np.ndarray:
-    """The rows of a query or key projection with each head's halves interleaved."""
-    return np.arange(n_head * head_dim).reshape(n_head, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
-
-
-@functools.cache
-def _turns(d: LinearAttention, width: int) -> np.ndarray:
-    """Value heads of `width` rows each in GGUF's order, in which value head i belongs to key head i % n_k_heads."""
-    each = d.n_v_heads // d.n_k_heads
-    return np.arange(d.n_v_heads * width).reshape(d.n_k_heads, each, width).swapaxes(0, 1).reshape(-1)
-
-
-@functools.cache
-def _channels(d: LinearAttention) -> np.ndarray:
-    """Rows of queries, keys and values, of which the last are value heads'."""
-    return np.concatenate([np.arange(2 * d.key_dim), 2 * d.key_dim + _turns(d, d.head_dim)])
 
 
 def _exp(values: np.ndarray) -> np.ndarray:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
 from sluice.config import format_size
-from sluice.errors import InputError
+from sluice.errors import InputError, words_of
 from sluice.memory import free_bytes
 from sluice.train import processes
 from sluice.train.data import Batches, Tokens
@@ -27,7 +26,7 @@ from sluice.train.hf_config import NORMALISES, read_config
 from sluice.train.language import LanguageModel, n_experts
 from sluice.train.locality import terms
 from sluice.train.loop import Progress, Report, Stop, fit
-from sluice.train.opening import open_model
+from sluice.train.opening import open_model, without_bars
 from sluice.train.recipe import Recipe
 from sluice.train.tokenizer import open_tokenizer
 
@@ -107,8 +106,7 @@ def fresh(asked: Mapping[str, Any], tokens: Tokens, seed: int) -> nn.Module:
         config = AutoConfig.for_model(kind, **numbers, **own)
         _check_size(config)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        routers = family_of(model).routers(model)
-        n, k = next(iter(routers.values())).weight.shape[0], family_of(model).top_k(config_of(model))  # type: ignore[union-attr]
+        n, k = n_experts(model), family_of(model).top_k(config_of(model))
         if not 1 <= k <= n:
             raise InputError(f"[model] gives a token {k} of {n} experts: give at least 1, and no more than there are")
         with torch.no_grad():  # some numbers that don't go together are first missed in a pass
@@ -119,7 +117,7 @@ def fresh(asked: Mapping[str, Any], tokens: Tokens, seed: int) -> nn.Module:
     except InputError:
         raise
     except Exception as error:  # transformers checks some numbers by exceptions of its own, and others not at all
-        raise InputError(f"[model] can't be built ({_line(error)}): correct its numbers") from None
+        raise InputError(f"[model] can't be built ({words_of(error)}): correct its numbers") from None
     return model
 
 
@@ -128,7 +126,7 @@ def _check_size(config: Any) -> None:
     with torch.device("meta"):
         n = sum(one.numel() for one in AutoModelForCausalLM.from_config(config, dtype=torch.float32).parameters())
     free = free_bytes()
-    if free is not None and (takes := n * BYTES_A_PARAMETER) > free:
+    if (takes := n * BYTES_A_PARAMETER) > free:
         raise InputError(f"[model] has {n:,} parameters, whose training takes {format_size(takes)}, and "
                          f"{format_size(free)} of memory are free: give it fewer")  # fmt: skip
 
@@ -156,13 +154,8 @@ def saver(tokenizer: Path) -> Callable[[nn.Module, Path], None]:
     """Writes a model's folder, with the tokenizer's files of another."""
 
     def save(model: nn.Module, folder: Path) -> None:
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
+        with without_bars():
             model.save_pretrained(folder)  # type: ignore[operator]  # transformers' models have it
-        finally:
-            if shown:
-                logging.enable_progress_bar()
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, folder / name)
@@ -180,7 +173,3 @@ def identity(folder: Path) -> str:
         with file.open("rb") as one:
             digest.update(hashlib.file_digest(one, "sha256").digest())
     return digest.hexdigest()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

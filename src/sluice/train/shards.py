@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -167,6 +167,7 @@ class Tokens:
         self.n_vocab, self.end, self.fingerprint = self.meta.n_vocab, self.meta.end, self.meta.fingerprint
         self._ids: dict[tuple[str, str], np.ndarray] = {}
         self._starts: dict[tuple[str, str], np.ndarray] = {}
+        self._tokenizer: Tokenizer | None = None  # once it has been asked for
         for domain in self.domains:
             for split in SPLITS:
                 shard = self.meta.domains[domain][split]
@@ -214,22 +215,13 @@ class Tokens:
         self._known(domain, split)
         return Documents(self._ids[domain, split], self._starts[domain, split])
 
-    def windows(self, domain: str, split: str, length: int, limit: int | None = None) -> Iterator[Ids]:
-        """A split from its start in rows of up to `length` + 1 ids, each beginning with the last of the one before.
-
-        So every token but the first is predicted once; `limit` ends it after that many predicted tokens. Documents
-        follow each other within a row.
-        """
-        ids = self.ids(domain, split)
-        end = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
-        for start in range(0, end, length):
-            yield ids[start : min(start + length, end) + 1].astype(np.int64)
-
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer. Raises InputError where it is not the one that the ids are of."""
-        found = open_tokenizer(self.folder)
-        self.check_tokenizer(found, str(self.folder))
-        return found
+        if self._tokenizer is None:
+            found = open_tokenizer(self.folder)
+            self.check_tokenizer(found, str(self.folder))
+            self._tokenizer = found
+        return self._tokenizer
 
     def check_tokenizer(self, other: Tokenizer, name: str) -> None:
         """Raise InputError unless `other`, which `name` says whose it is, gives the ids that this folder holds."""

@@ -59,7 +59,6 @@ class Student(nn.Module):
         heads.check_model(model)
         self.model = model
         self.heads = heads
-        self.owners = {layer: owner for owner, layer in heads.info.predicts.items()}
         self.config = config_of(model)
 
     def forward(self, ids: Tensor, native: Tensor | None = None) -> StudentOutput:

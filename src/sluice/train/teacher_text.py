@@ -23,6 +23,7 @@ from sluice.gguf import open_gguf
 from sluice.models import family_of
 from sluice.models.fingerprint import fingerprint
 from sluice.text.vocabulary import UNUSED
+from sluice.train.checkpoint import write_json
 from sluice.train.shards import SPLITS, Ids, Tokens
 from sluice.train.texts import META, Meta, Text, Texts, write_texts
 from sluice.train.tokenizer import encode
@@ -115,9 +116,7 @@ def _make(folder: Path, recipe: dict[str, Any], *, force: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (META, ANSWERS):
             (folder / name).unlink(missing_ok=True)
-        making = known.with_name(f".{ASKED}.making")  # whole or not there, or a run killed here could not go on
-        making.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
-        making.replace(known)
+        write_json(known, recipe)  # whole or not there, or a run killed here could not go on
     except OSError as error:
         raise InputError(f"{folder}: can't be written ({error.strerror}): name another folder") from error
     except ValueError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sluice.errors import InputError
+from sluice.train.checkpoint import write_json
 from sluice.train.shards import SPLITS, ids_type, sha256
 
 META, FORMAT, VERSION = "meta.json", "sluice-texts", 1
@@ -100,6 +101,10 @@ class Texts:
     def n_ids(self, split: str) -> int:
         return len(self._parts[split]["ids"])
 
+    def fitting(self, split: str, length: int) -> list[int]:
+        """The texts of a split whose prompt leaves room for an answer within `length` ids."""
+        return np.flatnonzero(self._parts[split]["prompts"] < length).tolist()
+
     def text(self, split: str, i: int) -> Text:
         """Text `i` of a split, its ids int64."""
         parts = self._parts[split]
@@ -132,9 +137,7 @@ def write_texts(
             np.save(path, array, allow_pickle=False)
             digests[f"{split}.{part}"] = sha256(path)
     meta = Meta(n_vocab, end, tokenizer, list(domains), dict(teacher), digests)
-    making = folder / f".{META}.making"
-    making.write_text(json.dumps({"format": FORMAT, "version": VERSION, **asdict(meta)}, indent=1) + "\n", "utf-8")
-    making.replace(folder / META)
+    write_json(folder / META, {"format": FORMAT, "version": VERSION, **asdict(meta)})
     return meta
 
 
@@ -223,7 +226,7 @@ class TextBatches:
         """Raises InputError for numbers that make no batches, and where no text fits."""
         if batch < 1 or batch % world:
             raise InputError(f"a batch of {batch} texts can't be shared by {world} processes: give a multiple of that")
-        fitting = [i for i in range(texts.n_texts(split)) if texts.text(split, i).n_prompt < length]
+        fitting = texts.fitting(split, length)
         if not fitting:
             raise InputError(f"{texts.folder}: no prompt of its {split} texts is shorter than {length}: give a length "
                              "that leaves room for answers")  # fmt: skip
@@ -267,14 +270,9 @@ class TextBatches:
 
 def held_out(texts: Texts, n: int, batch: int, length: int) -> list[TextBatch]:
     """Up to `n` held-out texts, evenly spread, in batches of `batch`; the same ones each time."""
-    fitting = [i for i in range(texts.n_texts("valid")) if texts.text("valid", i).n_prompt < length]
+    fitting = texts.fitting("valid", length)
     if not fitting:
         raise InputError(f"{texts.folder}: no held-out prompt is shorter than {length}: give a greater length")
     chosen = [fitting[i] for i in np.unique(np.linspace(0, len(fitting) - 1, min(n, len(fitting))).astype(int))]
     rows = [texts.text("valid", i) for i in chosen]
-    return [text_batch(part, length, texts.meta.end) for part in _parts(rows, batch)]
-
-
-def _parts(rows: Sequence[Text], n: int) -> Iterator[Sequence[Text]]:
-    for first in range(0, len(rows), n):
-        yield rows[first : first + n]
+    return [text_batch(rows[at : at + batch], length, texts.meta.end) for at in range(0, len(rows), batch)]
