@@ -34,7 +34,7 @@ class Size:
     generate: int
     margins: tuple[str, ...]
     stages: Mapping[str, Mapping[str, Any]]
-    quantised: str = "q4_k"
+    quantised: str = "q4_0"
 
 
 REFERENCE = Size(
@@ -48,11 +48,11 @@ REFERENCE = Size(
     generate=128,
     margins=("0.1", "0.3", "0.05:0", "0.1:0", "0.2:0", "0.3:0", "0.4:0"),
     stages={
-        "text": {"prompts": 4000, "held_out": 64, "prompt_tokens": 32, "tokens": 96},
-        "prerouter": {"steps": 800, "batch": 16, "length": 256, "lr": 2e-3, "warmup": 50},
-        "recover": {"steps": 800, "batch": 16, "length": 128, "lr": 1e-3, "warmup": 50, "rank": 8,
+        "text": {"prompts": 3000, "held_out": 64, "prompt_tokens": 32, "tokens": 96},
+        "prerouter": {"steps": 500, "batch": 16, "length": 256, "lr": 2e-3, "warmup": 50},
+        "recover": {"steps": 600, "batch": 16, "length": 128, "lr": 3e-3, "warmup": 50, "rank": 8,
                     "targets": "attention,experts"},
-        "onpolicy": {"steps": 100, "batch": 16, "length": 128, "lr": 3e-4, "warmup": 10, "generate": 64},
+        "onpolicy": {"steps": 60, "batch": 16, "length": 128, "lr": 3e-4, "warmup": 10, "generate": 64},
     },
 )  # fmt: skip
 
@@ -79,7 +79,6 @@ TOY = Size(
                     "targets": "attention,experts"},
         "onpolicy": {"steps": 2, "batch": 4, "length": 20, "lr": 1e-3, "held_out": 2, "generate": 8},
     },
-    quantised="q4_0",
 )  # fmt: skip
 SIZES = {size.name: size for size in (REFERENCE, TOY)}
 

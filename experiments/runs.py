@@ -41,7 +41,7 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
         runs[name] = Run(name, about, needs, steps, minutes)
 
     def trained(name: str, about: str, seed: int, changes: Sections, *more: str) -> None:
-        add(name, about, ("data", *more), partial(parts.pretrained_steps, size, name, seed, changes), 40)
+        add(name, about, ("data", *more), partial(parts.pretrained_steps, size, name, seed, changes), 18)
 
     add("data", "text of four domains, its tokens, held-out passages", (), partial(parts.data_steps, size, texts), 5)
     for seed in SEEDS:
@@ -52,14 +52,14 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
     add("choose", "which of the tries that are done is claimed", ("base-s1",), parts.choose_steps, 0)
     for seed in SEEDS[1:]:
         steps = partial(parts.local_steps, size, seed)
-        add(f"local-s{seed}", f"the chosen try, seed {seed}", ("choose", f"base-s{seed}"), steps, 40)
+        add(f"local-s{seed}", f"the chosen try, seed {seed}", ("choose", f"base-s{seed}"), steps, 18)
     for seed in SEEDS:
         trained(f"domain-s{seed}", f"experts divided over domains, seed {seed}", seed, DOMAIN)
     needs = ("choose", "base-s1")
     add("stack-s1", "rerouting on the base and on tries", needs, partial(parts.stack_steps, size, 1), 30)
     for seed in SEEDS[1:]:
         needs, steps = ("stack-s1", f"base-s{seed}"), partial(parts.stronger_steps, size, seed)
-        add(f"stronger-s{seed}", f"the stack's model, where it isn't the claimed one, seed {seed}", needs, steps, 40)
+        add(f"stronger-s{seed}", f"the stack's model, where it isn't the claimed one, seed {seed}", needs, steps, 18)
         needs, steps = (f"stronger-s{seed}", f"local-s{seed}"), partial(parts.stack_steps, size, seed)
         add(f"stack-s{seed}", f"what was claimed of rerouting, seed {seed}", needs, steps, 5)
     needs = ("base-s1", "domain-s1")
