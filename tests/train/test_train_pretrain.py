@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import two_processes
 from safetensors.torch import load_file
 from toys import MODEL, toy_data, toy_model, write_documents
 
@@ -264,24 +265,25 @@ def test_divergence_is_one_line_and_exit_code_2(data: Path, tmp_path: Path) -> N
     assert "there is no checkpoint yet" in last
 
 
-def test_two_processes_are_one(data: Path, tmp_path: Path) -> None:
-    """Gradients are those of all rows, whoever has them: within float32, as sums are in another order."""
+@pytest.mark.parametrize("split", [False, True])
+def test_two_processes_are_one(data: Path, tmp_path: Path, split: bool) -> None:
+    """Gradients are those of all rows, whoever has them: within float32, as sums are in another order.
+
+    Where weights are split, the run is also one that went on from a checkpoint of a single process.
+    """
     asked = recipe_file(tmp_path, steps=8, save_every=4, log_every=2)
     pretrain(data, tmp_path / "one", recipe(train={"steps": 8, "save_every": 4, "log_every": 2}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)),
-        *("-m", "sluice", "train", "pretrain", str(data), str(tmp_path / "two"), "--recipe", str(asked)),
-    ]  # fmt: skip
-    environment = {**ENVIRONMENT, "ACCELERATE_USE_CPU": "true"}
-    ended = subprocess.run(launch, capture_output=True, text=True, timeout=500, env=environment)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    if split:
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+        for name in ("result.json", "model", "checkpoints/step-000008"):
+            path = tmp_path / "two" / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    two_processes("pretrain", data, tmp_path / "two", "--recipe", asked, split=split)
     a, b = model_weights(tmp_path / "one"), model_weights(tmp_path / "two")
     for name in a:
         torch.testing.assert_close(b[name], a[name], rtol=1e-3, atol=1e-4, msg=name)
     one, two = logged(tmp_path / "one"), logged(tmp_path / "two")
     assert [line["step"] for line in one] == [line["step"] for line in two]
     assert two[-2]["loss"] == pytest.approx(one[-2]["loss"], rel=1e-4)
-    assert json.loads((tmp_path / "two" / "result.json").read_text())["processes"] == 2
+    result = json.loads((tmp_path / "two" / "result.json").read_text())
+    assert (result["processes"], result["split"]) == (2, split)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch import two_processes
+from safetensors.torch import load_file
 from tiny_moe import tiny_model
 from toys import toy_data
 from typer.testing import CliRunner
@@ -28,6 +30,7 @@ from sluice.train.heads import Heads
 from sluice.train.lora import open_lora
 from sluice.train.opening import open_model
 from sluice.train.pretrain import saver
+from sluice.train.processes import Place
 from sluice.train.student import Student
 from sluice.train.teacher_text import Asked, write_teacher_texts
 from sluice.train.texts import Texts
@@ -154,6 +157,30 @@ def test_a_run_that_is_done_is_not_done_again(made: Made, runs: dict[str, dict[s
     assert again == runs["prerouter"]
     with pytest.raises(InputError, match=r"is a run of another recipe: train\.lr"):
         call("prerouter", made.model, made.data, made.folder / "one", *given, "--lr", "0.5")
+
+
+def test_stages_of_a_frozen_model_in_parts_come_to_the_same(
+    made: Made, runs: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within float32, as sums are in another order."""
+    given = ["--weights", made.quantised, *SHORT]
+    two_processes("prerouter", made.model, made.data, tmp_path / "one", *given, "--hidden", 8, split=True)
+    two_processes("recover", made.model, made.texts, tmp_path / "two", *given, "--heads", runs["prerouter"]["heads"],
+                  "--rank", 2, "--targets", "attention,experts", "--lr", "0.03", split=True)  # fmt: skip
+    for run, stage in (("one", "prerouter"), ("two", "recover")):
+        assert json.loads((tmp_path / run / "result.json").read_text())["split"]
+        for name, whole in load_file(runs[stage]["heads"]).items():
+            part = load_file(tmp_path / run / "heads.safetensors")[name]
+            torch.testing.assert_close(part, whole, rtol=1e-3, atol=1e-4, msg=name)
+    whole, part = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in
+                   (made.folder / "two", tmp_path / "two"))  # fmt: skip
+    for name in whole:
+        torch.testing.assert_close(part[name], whole[name], rtol=1e-3, atol=1e-4, msg=name)
+    monkeypatch.setattr("sluice.train.processes.place", lambda: Place(0, 2, torch.device("cpu"), split=True))
+    second = runs["recover"]
+    with pytest.raises(InputError, match="onpolicy can't split weights"):
+        call("onpolicy", made.model, made.texts, tmp_path / "three", *given, "--heads", second["heads"], "--adapter",
+             second["adapter"])  # fmt: skip
 
 
 def test_the_engines_logits_are_the_torch_students(made: Made, runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:

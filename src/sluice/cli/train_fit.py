@@ -62,7 +62,7 @@ def pretrain(
 
     Metrics go to RUN/metrics.jsonl and to TensorBoard, the model to RUN/model, what came of it to RUN/result.json.
     Ctrl-C saves a checkpoint; the same command goes on from it, to the same weights. On several GPUs:
-    `accelerate launch -m sluice train pretrain …`.
+    `accelerate launch -m sluice train pretrain …`, which with --use_fsdp splits the weights too.
     """
     from sluice.train.recipe import read_recipe
 

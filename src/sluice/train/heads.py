@@ -32,6 +32,7 @@ from sluice.routing.prerouter_file import (
 )
 from sluice.routing.prerouter_init import HIDDEN, TYPES
 from sluice.train.families import config_of, family_of
+from sluice.train.sharding import joined
 
 # What GGUF files keep routers in: nearly all of them float32
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -187,7 +188,7 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
     for kind, dtype in _STORED.items():
         digest = hashlib.sha256(json.dumps(shape).encode())
         for router in routers.values():
-            stored = cast(Tensor, router.weight).detach().to("cpu", dtype).contiguous()
+            stored = joined(cast(Tensor, router.weight).detach()).to("cpu", dtype).contiguous()
             values = stored.view(torch.int16 if stored.element_size() == 2 else torch.int32).numpy()
             digest.update(values.astype(values.dtype.newbyteorder("<")).tobytes())
         names[kind] = digest.hexdigest()

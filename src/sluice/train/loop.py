@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sluice.errors import InputError, SluiceError
-from sluice.train import processes
+from sluice.train import processes, sharding
 from sluice.train.checkpoint import RunFolder
 from sluice.train.divergence import DivergedError, Watch
 from sluice.train.metrics import Means, Metrics
@@ -123,12 +123,14 @@ class _Fit:
             raise self._diverged(cause)
         loss.backward()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        processes.average(gradients)
-        length = nn.utils.get_total_norm(gradients)
+        processes.average(g for g in gradients if not sharding.is_part(g))
+        length = sharding.norm(gradients)
         norm = float(length)
         if not norm < float("inf"):
             raise self._diverged(f"the gradient of {self._first_bad()} is not finite")
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), settings.clip, length)
+        for some in (True, False):
+            members = [p for p in self.parameters.values() if sharding.is_part(p) == some]
+            nn.utils.clip_grads_with_norm_(members, settings.clip, length)
         self.optimizer.step()
         objective.end_step()
         self.means.add({**seen, "grad_norm": norm})
@@ -170,7 +172,7 @@ class _Fit:
 
     def _first_bad(self) -> str:
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            if parameter.grad is not None and not bool(torch.isfinite(sharding.joined(parameter.grad)).all()):
                 return name
         return "all parameters together"
 
@@ -183,8 +185,9 @@ class _Fit:
     # --- checkpoints
 
     def _save(self) -> Path:
+        weights = {name: sharding.joined(one.detach()) for name, one in self.parameters.items()}
         settled = {
-            "optimizer": self.optimizer.state_dict()["state"],
+            "optimizer": _joined(self.optimizer.state_dict()["state"]),
             "objective": dict(self.objective.state()),
             "batches": self.batches.state(),
             "watch": self.watch.state(),
@@ -195,7 +198,7 @@ class _Fit:
             "rng": processes.gather(_rng_state()),
         }
         if self.here.first:
-            self.run.save(self.done, self.parameters, settled)
+            self.run.save(self.done, weights, settled)
             self.run.tidy(self.settings.keep, None if self.best is None else self.best["step"])
         processes.wait()
         return self.run.folder(self.done)
@@ -206,7 +209,7 @@ class _Fit:
         _load(self.parameters, weights, folder)
         try:
             known = self.optimizer.state_dict()
-            self.optimizer.load_state_dict({**known, "state": state["optimizer"]})
+            self.optimizer.load_state_dict({**known, "state": self._parts(state["optimizer"])})
             self.objective.restore(state["objective"])
             self.batches.restore(state["batches"])
             self.watch.restore(state["watch"])
@@ -221,6 +224,17 @@ class _Fit:
             ) from None
         self.done = step
 
+    def _parts(self, state: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+        """What this process keeps of an optimizer's state, which numbers parameters as its groups have them."""
+        members = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {
+            i: {
+                key: sharding.part_of(value, members[i]) if value.shape == members[i].shape else value
+                for key, value in one.items()
+            }
+            for i, one in state.items()
+        }
+
     def _finish(self) -> dict[str, Any]:
         tokens = self.done * self.settings.tokens_per_step
         result = {
@@ -233,11 +247,12 @@ class _Fit:
             "tok_per_s": tokens / self.elapsed_s if self.elapsed_s > 0 else None,
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "processes": self.here.world,
+            "split": self.here.split,
             "threads": torch.get_num_threads(),
             "device": self.here.device.type,
         }
+        self.objective.save_final(self.run.path)
         if self.here.first:
-            self.objective.save_final(self.run.path)
             self.run.finish(result)
         processes.wait()
         return result
@@ -245,18 +260,26 @@ class _Fit:
 
 def _adamw(objective: Objective, parameters: Mapping[str, nn.Parameter], settings: Settings) -> torch.optim.AdamW:
     """AdamW, with groups by how fast a parameter learns and whether it decays: matrices alone do."""
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
-        groups.setdefault((objective.lr_scale(name), decay), []).append(parameter)
+        groups.setdefault((objective.lr_scale(name), decay, sharding.is_part(parameter)), []).append(parameter)
     return torch.optim.AdamW(
         [
             {"params": members, "weight_decay": decay, "scale": scale, "lr": settings.lr * scale}
-            for (scale, decay), members in groups.items()
+            for (scale, decay, _), members in groups.items()
         ],
         betas=(settings.beta1, settings.beta2),
         fused=True,
     )
+
+
+def _joined(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """An optimizer's state with whole tensors."""
+    return {
+        i: {key: sharding.joined(value) if isinstance(value, Tensor) else value for key, value in one.items()}
+        for i, one in state.items()
+    }
 
 
 def _load(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -270,7 +293,7 @@ def _load(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor],
                              f"{wanted}: name another run's folder")  # fmt: skip
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+            parameter.copy_(sharding.part_of(weights[name], parameter))
 
 
 def _rng_state() -> dict[str, Tensor]:

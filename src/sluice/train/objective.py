@@ -45,7 +45,10 @@ class Objective(Protocol):
         ...
 
     def save_final(self, folder: Path) -> None:
-        """Write what the run was for, into the run's folder. Called once, when all steps are done."""
+        """Write what the run was for, into the run's folder. Called once, when all steps are done.
+
+        All processes call it, to put together what they have parts of; the first one alone writes.
+        """
         ...
 
     def begin_step(self, step: int, steps: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sluice.errors import InputError
+from sluice.train import processes
 from sluice.train.objective import Metrics
 from sluice.train.prerouter import kl
 from sluice.train.recover import OnStudentPath, Served
@@ -44,8 +45,8 @@ class OnPolicy(OnStudentPath):
 
     def loss(self, batch: TextBatch) -> tuple[Tensor, Metrics]:
         written = self.write(batch, (self.seed << 20) + self._step)
-        divergence = self._divergence(written)
-        return divergence, self._manner(written)
+        share = processes.weight(int(written.answered.sum()))
+        return share * self._divergence(written), self._manner(written)
 
     @torch.no_grad()
     def validate(self) -> Metrics:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sluice.train.families import config_of, decoder, family_of
+from sluice.train import processes
+from sluice.train.families import config_of, family_of
 from sluice.train.heads import Heads
 from sluice.train.objective import Metrics, Objective
 from sluice.train.routes import Routes, record
@@ -64,14 +65,15 @@ class ImitateRouters(Objective):
         return {"loss": sum(losses) / seen, "recall": sum(recall.values()) / len(recall), **recall}
 
     def save_final(self, folder: Path) -> None:
-        self.heads.save(folder / HEADS, trained(STAGE, self.heads, self.facts), force=True)
+        if processes.place().first:
+            self.heads.save(folder / HEADS, trained(STAGE, self.heads, self.facts), force=True)
 
     def _layers(self, batch: Any) -> tuple[dict[int, Tensor], dict[int, tuple[Tensor, int]]]:
         """Of each predicted layer its loss, and of how many tokens how many experts were named rightly."""
         device = next(self.model.parameters()).device
         ids = torch.as_tensor(batch[0] if isinstance(batch, (tuple, list)) else batch).to(device)
         with torch.no_grad(), record(self.model) as routes:
-            decoder(self.model)(input_ids=ids, use_cache=False)  # without the head: a quarter of the work
+            self.model(input_ids=ids, use_cache=False, logits_to_keep=1)  # all logits were a quarter of the work
         losses: dict[int, Tensor] = {}
         recalls: dict[int, tuple[Tensor, int]] = {}
         for owner, layer in self.heads.info.predicts.items():

@@ -28,6 +28,7 @@ from sluice.train.locality import terms
 from sluice.train.loop import Progress, Report, Stop, fit
 from sluice.train.opening import open_model, without_bars
 from sluice.train.recipe import Recipe
+from sluice.train.sharding import joined_state, placed
 from sluice.train.tokenizer import open_tokenizer
 
 VALID_SEED = 0  # held-out rows are the same ones for every run on the same data
@@ -56,9 +57,9 @@ def pretrain(
     if start is not None and recipe.model:
         raise InputError("a model is given to start from and the recipe has a [model]: leave out one of them")
     model = fresh(recipe.model, tokens, settings.seed) if start is None else opened(start, tokens)
-    model = model.to(here.device)
+    model = placed(model)
     use_fast_experts(model)
-    guide = None if teacher is None else opened(teacher, tokens).to(here.device)
+    guide = None if teacher is None else placed(opened(teacher, tokens))
     if guide is not None:
         use_fast_experts(guide)
         if config_of(guide).vocab_size != config_of(model).vocab_size:
@@ -151,11 +152,14 @@ def held_out(tokens: Tokens, length: int, rows: int) -> list[tuple[Tensor, Tenso
 
 
 def saver(tokenizer: Path) -> Callable[[nn.Module, Path], None]:
-    """Writes a model's folder, with the tokenizer's files of another."""
+    """Writes a model's folder, with the tokenizer's files of another. All processes call it, and the first writes."""
 
     def save(model: nn.Module, folder: Path) -> None:
+        numbers = joined_state(model)
+        if not processes.place().first:
+            return
         with without_bars():
-            model.save_pretrained(folder)  # type: ignore[operator]  # transformers' models have it
+            model.save_pretrained(folder, state_dict=numbers)  # type: ignore[operator]  # transformers' models have it
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, folder / name)

@@ -19,11 +19,12 @@ _BUCKET = 1 << 24  # numbers that one message holds
 
 @dataclass(frozen=True)
 class Place:
-    """`rank` of `world` processes, computing on `device`."""
+    """`rank` of `world` processes, computing on `device`. `split`: each holds a part of the models' weights."""
 
     rank: int
     world: int
     device: torch.device
+    split: bool = False
 
     @property
     def first(self) -> bool:
@@ -35,11 +36,12 @@ class Place:
 def place() -> Place:
     """Where this process stands; joins the others of its run, if there are any."""
     from accelerate import PartialState
-    from accelerate.utils import parse_flag_from_env  # what `accelerate launch --cpu` says
+    from accelerate.utils import parse_flag_from_env  # what `accelerate launch --cpu` and `--use_fsdp` say
 
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU", not torch.accelerator.is_available()))
     assert state.device is not None
-    return Place(state.process_index, state.num_processes, state.device)
+    split = state.num_processes > 1 and parse_flag_from_env("ACCELERATE_USE_FSDP")
+    return Place(state.process_index, state.num_processes, state.device, split)
 
 
 def average(tensors: Iterable[Tensor]) -> None:
@@ -72,6 +74,11 @@ def averages(values: dict[str, float]) -> dict[str, float]:
     packed = packed if dist.get_backend() == "gloo" else packed.to(place().device)
     dist.all_reduce(packed)
     return dict(zip(values, (packed / place().world).tolist(), strict=True))
+
+
+def weight(n: int) -> float:
+    """What the mean of `n` things here is to be multiplied by, that the processes' mean of it be that of all things."""
+    return n / averages({"n": float(n)})["n"] if n else 0.0
 
 
 def gather(value: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sluice.errors import InputError
+from sluice.train import processes
 from sluice.train.heads import Heads
 from sluice.train.lora import digest, factors, save_lora
 from sluice.train.objective import Metrics, Objective
@@ -94,6 +95,8 @@ class OnStudentPath(Objective):
         return {name: value / seen for name, value in sums.items()}
 
     def save_final(self, folder: Path) -> None:
+        if not processes.place().first:
+            return
         facts = {**self.served.facts, "adapter": digest(self.adapter)}
         self.heads.save(folder / HEADS, trained(self.stage, self.heads, facts), force=True)
         save_lora(self.served.model, folder / ADAPTER)
@@ -128,9 +131,10 @@ class Recover(OnStudentPath):
     def loss(self, batch: TextBatch) -> tuple[Tensor, Metrics]:
         batch = batch.to(self.device)
         logits = self.student(batch.ids, batch.native).logits[batch.answered].float()
-        entropy = F.cross_entropy(logits, batch.targets)
+        share = processes.weight(len(batch.targets))
+        entropy = share * F.cross_entropy(logits, batch.targets)
         if not self.kl_weight:
             return entropy, {}
-        divergence = kl(self.taught(batch), logits)
+        divergence = share * kl(self.taught(batch), logits)
         figures = {"text_loss": float(entropy.detach()), "kl": float(divergence.detach())}
         return entropy + self.kl_weight * divergence, figures

@@ -35,6 +35,7 @@ from sluice.train.pretrain import held_out as held_out_rows
 from sluice.train.pretrain import identity, opened
 from sluice.train.recover import Recover, Served
 from sluice.train.settings import Settings
+from sluice.train.sharding import placed
 from sluice.train.shards import sha256
 from sluice.train.stages import ADAPTER, ADAPTER_GGUF, HEADS, check_order
 from sluice.train.texts import TextBatches, Texts, held_out
@@ -82,7 +83,8 @@ def prerouter(
         "heads_seed": seed,
     }  # fmt: skip
     batches = Batches(tokens, "train", settings.batch, settings.length, settings.seed, rank=here.rank, world=here.world)
-    use_fast_experts(whole.to(here.device))
+    whole = placed(whole.requires_grad_(False))
+    use_fast_experts(whole)
     objective = ImitateRouters(
         whole, learning.to(here.device), held_out_rows(tokens, settings.length, going.held_out), recipe
     )  # fmt: skip
@@ -106,6 +108,9 @@ def onpolicy(
     n_tokens: int, temperature: float = 1.0, heads_lr: float = 1.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Stage 3 on the prompts of a folder of texts, with the heads and adapter of stage 2. As `prerouter` otherwise."""
+    if processes.place().split:
+        raise InputError("onpolicy can't split weights, as its processes write texts of different lengths: start it "
+                         "without --use_fsdp")  # fmt: skip
     opening = _Opening("onpolicy", model, texts, weights, heads, going, library)
     _, factors = open_lora(opening.base, adapter)
     said = opening.heads.info.training.get("recover")
@@ -141,8 +146,8 @@ class _Opening:
         self.heads.check_model(self.teacher, str(model))
         self.base = open_model(model)
         self.heads.info = _quantise(self.base, model, weights, library, self.heads)
-        for one in (self.base, self.teacher):
-            use_fast_experts(one.to(processes.place().device))
+        self.teacher = placed(self.teacher.requires_grad_(False))
+        use_fast_experts(self.teacher)
         self.recipe: dict[str, Any] = {
             "stage": stage, "train": asdict(going.settings), "model": identity(model), "texts": self.texts.fingerprint,
             "weights": _hash_of(weights, library), "heads": sha256(heads),
@@ -156,8 +161,10 @@ class _Opening:
             export_adapter(adapted, self.weights, folder / ADAPTER_GGUF, self.library, force=True)
 
         batch = max(1, settings.batch // here.world)
+        base = placed(self.base, [one for one in self.base.parameters() if one.requires_grad])
+        use_fast_experts(base)
         return Served(
-            model=self.base.to(here.device), heads=self.heads.to(here.device), teacher=self.teacher,
+            model=base, heads=self.heads.to(here.device), teacher=self.teacher,
             held_out=held_out(self.texts, self.going.held_out, batch, settings.length), heads_lr=heads_lr, facts=facts,
             export=export,
         )  # fmt: skip
