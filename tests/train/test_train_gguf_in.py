@@ -170,3 +170,16 @@ def test_a_file_that_shrinks_is_said(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(InputError, match="became shorter while it was read"):
         weights.state_dict()
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_q.weight", "blk.0.ffn_down_exps.weight"])
+def test_numbers_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> None:
+    model = random_model("qwen3_moe")
+    path = exported(model, tmp_path, "q8_0")
+    weights = read(path, model)
+    info = weights.file.tensors[name]
+    with path.open("r+b") as file:
+        file.seek(info.offset)
+        file.write(np.float16("nan").tobytes())  # the first block's scale
+    with pytest.raises(InputError, match="not finite: it is damaged"):
+        weights.load_into(model)

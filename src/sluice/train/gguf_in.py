@@ -99,7 +99,10 @@ class GgufWeights:
                     raw = source.read(n * row)
                     if len(raw) < n * row:
                         raise InputError(f"{path}: became shorter while it was read: leave it alone, then start again")
-                    found[first : first + n] = converter.widened(type, n_in, raw)
+                    found[first : first + n] = values = converter.widened(type, n_in, raw)
+                    if not np.isfinite(values).all():
+                        raise InputError(f"{path}: holds numbers at byte {offset + first * row} and on that are not "
+                                         "finite: it is damaged, export the model again")  # fmt: skip
         except OSError as error:
             raise InputError(f"{path}: can't be read ({error.strerror}): check the file") from error
         return found
