@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import gguf
 import pytest
 from hf_models import spoilt
 from oracles import llamacpp_tokenize
-from tokenizers import Regex, models, pre_tokenizers, trainers
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
 from sluice.errors import InputError
 from sluice.text.tokenizer import Tokenizer
+from sluice.text.vocabulary import BYTE, CONTROL, UNKNOWN, UNUSED
 from sluice.train.gguf_vocab import PATTERNS, Vocab, read_vocab
 from sluice.train.tokenizer import CHAT_TEMPLATE, save_tokenizer, train_tokenizer
 
@@ -52,19 +54,100 @@ def metadata(path: Path) -> dict[str, Any]:
     return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
 
 
-def assert_same_ids(folder: Path, vocab: Vocab) -> None:
+def assert_same_ids(folder: Path, vocab: Vocab, texts: Sequence[str] = TEXTS) -> None:
     path = written(vocab, folder / "vocab.gguf")
     engine = HfTokenizer.from_file(str(folder / "tokenizer.json"))
-    expected = [engine.encode(text, add_special_tokens=True).ids for text in TEXTS]
+    expected = [engine.encode(text, add_special_tokens=True).ids for text in texts]
     mine = Tokenizer.from_metadata(metadata(path))
-    assert [mine.encode(text) for text in TEXTS] == expected
-    assert llamacpp_tokenize(path, TEXTS, add_special=True) == expected
+    assert [mine.encode(text) for text in texts] == expected
+    assert llamacpp_tokenize(path, texts, add_special=True) == expected
 
 
 def test_ids_are_those_of_tokenizers(folder: Path) -> None:
     vocab = read_vocab(folder, {}, N_VOCAB)
     assert vocab.pre == "qwen2" and len(vocab.texts) == N_VOCAB
     assert_same_ids(folder, vocab)
+
+
+SPACES = {
+    "legacy": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None),
+    "no prefix": (normalizers.Replace(" ", "▁"), None),
+    "metaspace": (None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
+    "first": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+}
+
+
+def save_pieces(folder: Path, spaces: str = "legacy") -> Path:
+    """A SentencePiece vocabulary as `tokenizers` has converted ones: pieces that BPE found, each with all its pairs."""
+    learnt = HfTokenizer(models.BPE())
+    learnt.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    learnt.train_from_iterator(TEXTS[:40], trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    found = json.loads(learnt.to_str())["model"]
+    pieces = sorted(found["vocab"], key=found["vocab"].__getitem__)
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *pieces]
+    vocab = {text: id for id, text in enumerate(texts)}
+    merges = [
+        (left, right)
+        for piece in ("".join(pair) for pair in found["merges"])
+        for left, right in ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        if left in found["vocab"] and right in found["vocab"]
+    ]
+    model = models.BPE(vocab, list(dict.fromkeys(merges)), unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    whole = HfTokenizer(model)
+    normalizer, cut = SPACES[spaces]
+    if normalizer is not None:
+        whole.normalizer = normalizer
+    if cut is not None:
+        whole.pre_tokenizer = cut
+    whole.add_special_tokens(["<unk>", "<s>", "</s>"])
+    whole.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    whole.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    ))  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("spaces", SPACES)
+def test_ids_of_sentencepiece_are_those_of_tokenizers(tmp_path: Path, spaces: str) -> None:
+    vocab = read_vocab(save_pieces(tmp_path, spaces), {}, 600)
+    assert (vocab.doubt is not None) == (spaces in ("metaspace", "first"))
+    assert_same_ids(tmp_path, vocab, [text for text in TEXTS if not (vocab.doubt and text.startswith(" "))])
+    found = metadata(tmp_path / "vocab.gguf")
+    assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.add_bos_token"]
+    assert found["tokenizer.ggml.add_space_prefix"] == (spaces != "no prefix")
+    kinds = found["tokenizer.ggml.token_type"]
+    assert kinds[:4] == [UNKNOWN, CONTROL, CONTROL, BYTE] and kinds[599] == UNUSED
+
+
+def part_merges(merges: list[list[str]]) -> None:
+    """Give two pairs that make the same token places far from each other."""
+    first = next(i for i, (one, two) in enumerate(pairwise(merges)) if "".join(one) == "".join(two))
+    merges.append(merges.pop(first))
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda said: said["model"]["vocab"].pop("<0x41>"), "has no token <0x41>"),
+        (lambda said: part_merges(said["model"]["merges"]), "at different ranks"),
+        (lambda said: said["model"]["merges"].pop(5), "which no merge makes|does not merge"),
+        (lambda said: said["model"]["merges"].append(["q", "q"]), "a part or the whole is no token"),
+        (lambda said: said["model"]["vocab"].update({"zzz": 590}), "'zzz', which no merge makes"),
+        (lambda said: said["normalizer"]["normalizers"].append({"type": "NFKC"}), "treats text by"),
+        (lambda said: said.update(normalizer=None, pre_tokenizer={"type": "Whitespace"}), "treats text by"),
+        (lambda said: said.update(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "▁"}),
+         "replaces"),
+        (lambda said: said.update(normalizer=None, pre_tokenizer={"type": "Metaspace", "replacement": "_"}),
+         "cuts text by"),
+    ],
+)  # fmt: skip
+def test_other_bpe_with_byte_fallback_is_refused(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], Any], says: str
+) -> None:
+    change(save_pieces(tmp_path), edit)
+    with pytest.raises(InputError, match=says):
+        read_vocab(tmp_path, {}, 600)
 
 
 def test_special_tokens_and_template(folder: Path) -> None:

@@ -70,5 +70,7 @@ def _show(done: Exported) -> None:
         changes.setdefault(f"{done.types[tensor].name} in place of {wanted.name}", []).append(tensor)
     for change, tensors in changes.items():
         note(f"{change}, whose blocks don't divide the rows: {len(tensors)} tensors, {tensors[0]} for one")
+    if done.doubt:
+        note(f"tokenizer: {done.doubt}")
     if done.skipped:
         note(f"left out: {len(done.skipped)} tensors that are no part of the text model, {done.skipped[0]} for one")

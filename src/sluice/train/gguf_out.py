@@ -37,7 +37,8 @@ Progress = Callable[[float, float], None]  # (done, total), in numbers of weight
 @dataclass(frozen=True)
 class Exported:
     """What was written. `types` say what each tensor became; `fell_back` of which the rows don't fit the type that the
-    kind of file gives them: that type. `skipped` are the tensors that were left out."""
+    kind of file gives them: that type. `skipped` are the tensors that were left out, `doubt` says where the file's
+    tokenizer may give other ids than the folder's."""
 
     path: Path
     n_bytes: int
@@ -48,6 +49,7 @@ class Exported:
     types: Mapping[str, GgmlType]
     fell_back: Mapping[str, GgmlType]
     skipped: tuple[str, ...]
+    doubt: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -65,6 +67,7 @@ class Exported:
                 for name, wanted in self.fell_back.items()
             },
             "skipped": list(self.skipped),
+            "tokenizer_doubt": self.doubt,
         }
 
 
@@ -109,6 +112,7 @@ def export_gguf(
         types=types,
         fell_back={it: wanted for it, (became, wanted) in chosen.items() if became != wanted},
         skipped=tuple(source.skipped),
+        doubt=vocab.doubt,
     )
 
 

@@ -1,7 +1,8 @@
 """A Hugging Face directory's tokenizer as GGUF metadata: tokens, merges, special ids, chat template. Knows no weights.
 
-GGUF names how text is cut before BPE (`tokenizer.ggml.pre`) instead of carrying it, so a tokenizer is refused where it
-cuts by a pattern that has no such name: its ids would be others in llama.cpp and Sluice.
+GGUF names how text is cut before a byte-level BPE (`tokenizer.ggml.pre`) instead of carrying it, so a tokenizer is
+refused where it cuts by a pattern that has no such name: its ids would be others in llama.cpp and Sluice. One with byte
+fallback is a SentencePiece vocabulary (gguf_pieces.py).
 Formats: tokenizer.json of https://github.com/huggingface/tokenizers, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -16,7 +17,8 @@ import gguf
 
 from sluice.errors import InputError
 from sluice.text.pretokenizers import PRE_TOKENIZERS
-from sluice.text.vocabulary import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from sluice.text.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from sluice.train.gguf_pieces import BYTES, NotPieces, scores, space_prefix
 from sluice.train.hf_directory import read_json
 
 FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -38,7 +40,11 @@ PATTERNS = {
 
 @dataclass(frozen=True)
 class Vocab:
-    """A BPE vocabulary. `texts[id]` and `kinds[id]` are a token's; `special` ids by "bos", "eos", "eot", …"""
+    """A BPE vocabulary. `texts[id]` and `kinds[id]` are a token's; `special` ids by "bos", "eos", "eot", …
+
+    SentencePiece's have `scores` instead of merges, `pre` "default", and say whether texts get a space in front.
+    `doubt` is where ids may differ from the tokenizer's own.
+    """
 
     pre: str
     texts: Sequence[str]
@@ -47,13 +53,20 @@ class Vocab:
     special: Mapping[str, int]
     adds: Mapping[str, bool]  # whether "bos" or "eos" is put around a text
     template: str | list[dict[str, str]] | None = None
+    scores: Sequence[float] | None = None
+    space_prefix: bool = False
+    doubt: str | None = None
 
     def write(self, writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_model("gpt2" if self.scores is None else "llama")
         writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(list(self.texts))
         writer.add_token_types(list(self.kinds))
-        writer.add_token_merges(list(self.merges))
+        if self.scores is None:
+            writer.add_token_merges(list(self.merges))
+        else:
+            writer.add_token_scores(list(self.scores))
+            writer.add_add_space_prefix(self.space_prefix)
         for name, id in self.special.items():
             getattr(writer, f"add_{name}_token_id")(id)
         for name, added in self.adds.items():
@@ -95,10 +108,36 @@ def read_vocab(folder: Path, config: Mapping[str, Any], n_vocab: int) -> Vocab:
     vocab = r.model.get("vocab") if isinstance(r.model, Mapping) and r.model.get("type") == "BPE" else None
     if not isinstance(vocab, Mapping):
         r.fail("is no BPE, the only kind that is exported: train a byte-level BPE")
+    if r.model.get("byte_fallback"):
+        return _pieces(r, config)
     pre = _pre(r)
     texts, kinds = _tokens(r)
     special = _special(r, config)
-    return Vocab(pre, texts, kinds, _merges(r), special, _adds(r, special), _template(r))
+    merges = [" ".join(pair) for pair in _merges(r)]
+    return Vocab(pre, texts, kinds, merges, special, _adds(r, special), _template(r))
+
+
+def _pieces(r: _Reading, config: Mapping[str, Any]) -> Vocab:
+    """A SentencePiece vocabulary."""
+    texts, kinds = _tokens(r)
+    for id, text in enumerate(texts):
+        if kinds[id] == NORMAL and text in BYTES:
+            kinds[id] = BYTE
+        elif text == r.model.get("unk_token"):
+            kinds[id] = UNKNOWN
+    normal = frozenset(id for id, kind in enumerate(kinds) if kind == NORMAL)
+    special = _special(r, config)
+    try:
+        prefix, doubt = space_prefix(
+            _steps(r, r.tokenizer.get("normalizer"), "normalizers"),
+            _steps(r, r.tokenizer.get("pre_tokenizer"), "pretokenizers"),
+        )
+        ranked = scores(texts, normal, _merges(r))
+    except NotPieces as error:
+        r.fail(f"{error}: it is no SentencePiece vocabulary, and other BPE with byte fallback is not exported")
+    return Vocab(
+        "default", texts, kinds, (), special, _adds(r, special), _template(r), ranked, prefix, doubt
+    )  # fmt: skip
 
 
 def _pre(r: _Reading) -> str:
@@ -109,8 +148,8 @@ def _pre(r: _Reading) -> str:
         r.fail(f"normalises text by {ascii(kinds)[:60]}, which GGUF's BPE doesn't: train it without")
     steps = _steps(r, r.tokenizer.get("pre_tokenizer"), "pretokenizers")
     bytes_last = bool(steps) and steps[-1].get("type") == "ByteLevel"
-    if not bytes_last or r.model.get("byte_fallback"):
-        r.fail("is no byte-level BPE, the only kind that is exported: train one")
+    if not bytes_last:
+        r.fail("is no byte-level BPE, and has no byte fallback: train one")
     if steps[-1].get("add_prefix_space"):
         r.fail("puts a space before texts (add_prefix_space), which GGUF's BPE doesn't: train it without")
     cuts = ["gpt-2"] if steps[-1].get("use_regex", True) else []
@@ -173,15 +212,15 @@ def _tokens(r: _Reading) -> tuple[list[str], list[int]]:
     return named, kinds
 
 
-def _merges(r: _Reading) -> list[str]:
-    found = []
+def _merges(r: _Reading) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
     for merge in r.listed(r.model, "merges"):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(_is_text(part) for part in pair):
             r.fail("holds merges that are no pairs: it is damaged, save it again")
         if any(" " in part or not part for part in pair):
-            r.fail("merges texts with spaces, which a byte-level BPE has none of: train one")
-        found.append(" ".join(pair))
+            r.fail("merges texts with spaces, which GGUF can't say: train a byte-level BPE")
+        found.append((pair[0], pair[1]))
     return found
 
 
