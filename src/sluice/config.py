@@ -60,7 +60,8 @@ def _whole(value: Any) -> int:
 class EngineConfig:
     """How to open an engine. Sizes in bytes; None lets the engine choose.
 
-    `expert_slots` sets the pool directly; `ram`, if given too, must hold it. `beside` of it is left to what else the
+    `expert_slots` sets the pool directly; `ram`, if given too, must hold it. `pool_share` is how much of the slots that
+    the budget holds are made: more are not always faster. `beside` of it is left to what else the
     process does, as a server. `overlap=False` waits for all of a
     layer's experts before computing any. `read_rate` emulates a disk of that many bytes a second. `ggml` names a
     folder with other ggml libraries. `reader` is how experts are read: by io_uring, by `io_threads` threads, or
@@ -78,6 +79,7 @@ class EngineConfig:
     ram: int | None = None
     beside: int = 0
     expert_slots: int | None = None
+    pool_share: float = 1.0
     ctx: int | None = None
     threads: int | None = None
     kv: str = "f16"
@@ -113,6 +115,8 @@ class EngineConfig:
         if (beside := _whole(self.beside)) < 0:
             raise InputError(f"beside is {self.beside!r}: give a number of bytes")
         object.__setattr__(self, "beside", beside)
+        if not 0 < self.pool_share <= 1:
+            raise InputError(f"pool_share is {self.pool_share!r}: give a number above 0, and 1 at most")
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))
         elif self.trace_scores or self.trace_force:

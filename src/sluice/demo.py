@@ -25,6 +25,7 @@ import gguf
 import numpy as np
 
 from sluice.errors import InputError, SluiceError
+from sluice.user_files import cache_folder
 
 RECIPE = 1  # part of the file's name: raise it with any change to what is written
 NAME = "Sluice demo (SmolLM2-135M-Instruct, upcycled)"
@@ -46,14 +47,7 @@ Q4_1 = gguf.GGMLQuantizationType.Q4_1
 
 def demo_path() -> Path:
     """Where the demo model is, or will be: in the user's cache folder."""
-    if sys.platform == "darwin":
-        caches = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        caches = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        given = os.environ.get("XDG_CACHE_HOME", "")
-        caches = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    return caches / "sluice" / f"smollm2-135m-upcycled-{N_EXPERTS}x-v{RECIPE}.gguf"
+    return cache_folder() / f"smollm2-135m-upcycled-{N_EXPERTS}x-v{RECIPE}.gguf"
 
 
 def ensure_demo(progress: Callable[[float], None] | None = None) -> Path:

@@ -159,7 +159,6 @@ def test_options(cli: Cli, tiny_path: Path, name: str) -> None:
 
 
 COMMANDS: dict[str, tuple[list[str], str]] = {
-    "nano": (["run", "nano", "-p", "x"], "nano is not available yet"),
     "unknown command": (["walk"], "No such command"),
     "streams": (["bench", "TINY", "--streams", "0"], "at least 1"),
     "many streams": (["bench", "TINY", "--streams", "5000"], "at most 1024"),

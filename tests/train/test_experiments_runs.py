@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from train.toys import write_documents
 
 from sluice.cli import main
+from sluice.config import EngineConfig
+from sluice.engine import Engine
 from sluice.lab.gates import read_gate, record
 
 torch.set_num_threads(1)
@@ -86,6 +89,25 @@ def test_the_engine_agrees_with_pytorch_on_what_the_stages_left(work: Any) -> No
     for state in ("quantised", "untrained", "stage1", "stage2", "stage3"):
         assert found["states"][state]["kl"] > 0
     assert found["states"]["untrained"]["won_back"] in (0, None)
+
+
+def test_the_bundled_model_is_what_the_runs_left(work: Any, tmp_path: Path) -> None:
+    out = tmp_path / "nano"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert module("nano").main(["--work", str(work.folder), "--out", str(out)]) == 0
+    card = json.loads(printed.getvalue())
+    assert card == json.loads((out / "nano.json").read_text())
+    assert {name: sha256((out / name).read_bytes()).hexdigest() for name in card["files"]} == {
+        name: file["sha256"] for name, file in card["files"].items()
+    }
+    config = EngineConfig(
+        expert_slots=8, ctx=32, routing="prerouted", prerouter=out / "nano-heads.safetensors",
+        lora=((out / "nano-adapter.gguf", 1.0),),
+    )  # fmt: skip
+    with Engine(out / "nano.gguf", config) as engine:
+        assert engine.mode["routing"] == "prerouted"
+    assert set(card["held_out"]["states"]) == {"quantised", "untrained", "stage1", "stage2", "stage3"}
 
 
 def test_the_page_has_a_table_of_each_question(work: Any, tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from sluice.cli.serve import serve
 from sluice.cli.simulate import simulate
 from sluice.cli.trace import app as trace_app
 from sluice.cli.train import app as train_app
+from sluice.cli.tune import tune
 
 app = typer.Typer(name="sluice", add_completion=False, pretty_exceptions_enable=False)
-alone = (run, chat, serve, batch, bench, inspect, pack, doctor, simulate, plan, gate)
+alone = (run, chat, serve, batch, bench, inspect, pack, doctor, simulate, plan, tune, gate)
 register(app, {command.__name__: command for command in alone})
 app.add_typer(trace_app)
 app.add_typer(eval_app)

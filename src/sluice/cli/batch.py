@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sluice.cli.extras import check_extra
-from sluice.cli.opening import announce, open_engine, resolve_model
+from sluice.cli.opening import announce, open_engine, resolve_model, settled
 from sluice.cli.options import EngineOptions, Json, check_count, grouped
 from sluice.cli.saving import Force
 from sluice.cli.signals import Stop, deferred
@@ -50,7 +50,7 @@ def batch(
     model, given, out = _named(words)
     if max_streams is not None:
         check_count("--max-streams", max_streams)
-    config = engine.config()
+    config = settled(model, engine).config()
     check_extra("serve")
     from sluice.server.batch_files import Answers, Requests
     from sluice.server.limits import SERVER_BYTES, Limits

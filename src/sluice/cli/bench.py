@@ -13,7 +13,7 @@ from sluice.cli.bench_repeats import Plan, measure
 from sluice.cli.eval_texts import read_text
 from sluice.cli.inspect import UNLIMITED
 from sluice.cli.machine import cpu_name
-from sluice.cli.opening import load_ggml, open_engine, resolve_model
+from sluice.cli.opening import load_ggml, open_engine, resolve_model, settled
 from sluice.cli.options import (
     EngineOptions,
     Json,
@@ -31,6 +31,7 @@ from sluice.cli.terminal import emit, note, print_table
 from sluice.cli.tracing import Trace, TraceScores, tell_trace, trace_config
 from sluice.config import EngineConfig, format_size, parse_reroute, parse_size, usable_cores
 from sluice.errors import InputError
+from sluice.nano import NAME
 
 if TYPE_CHECKING:
     from sluice.plan.profile import MachineProfile
@@ -136,7 +137,7 @@ def bench(
     check_residents(residents, force=force)
     rate = None if read_rate is None else parse_size(read_rate)
     n_prompt = prompt_tokens if prompt.ids is None else len(prompt.ids)
-    config = engine.config(
+    config = (engine if routes else settled(model, engine)).config(
         ctx=n_prompt + gen if prompt.prompt is None else None,
         streams=streams, read_rate=rate, overlap=not no_overlap, routes=routes,
         **trace_config(trace, trace_scores, force=force),
@@ -150,7 +151,8 @@ def bench(
         modes = _modes(compare_modes, no_overlap or engine.no_prefetch)
         if engine.routing != "exact" or engine.reroute is not None or routes is not None:
             raise InputError("--compare sets routing itself: leave out --routing, --reroute and --routes")
-        if engine.prerouter is None and (needing := {"hints", "prerouted"}.intersection(modes)):
+        own = {"prerouted"} if model == NAME else set[str]()
+        if engine.prerouter is None and (needing := {"hints", "prerouted"}.intersection(modes) - own):
             raise InputError(f"--compare {min(needing)} needs --prerouter FILE, which `sluice prerouter init` makes")
         if engine.prerouter is not None and not {"hints", "prerouted"}.intersection(modes):
             raise InputError("--prerouter is for the modes hints and prerouted of --compare: name one, or leave it out")
@@ -162,7 +164,7 @@ def bench(
             *arguments(prompt), *(opening := arguments(replace(engine, prerouter=None))),
             *arguments(replace(sampling, seed=params.seed)),
         ]  # fmt: skip
-        name = str(resolve_model(model))
+        name = model if own else str(resolve_model(model))
         compared = compare(name, modes, words, rounds=repeat, prerouter=engine.prerouter)
         if quality_text is not None:
             compared["quality"] = quality(name, modes, opening, quality_text, prerouter=engine.prerouter)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sluice.cli.terminal import one_line, progress_bar
-from sluice.errors import InputError, SluiceError
+from sluice.cli.children import result_of
+from sluice.cli.terminal import progress_bar
 
 # What each mode is, as flags of `sluice bench`.
 ARMS = {
@@ -27,10 +24,10 @@ LOSSY = ("prerouted", REROUTE)  # how those begin that may make other tokens tha
 
 
 def flags_of(mode: str, **files: Any) -> list[str]:
-    """The flags of a mode, with `files`, the prerouter and routes, in their places."""
+    """The flags of a mode, with `files`, the prerouter and routes, in their places; none for a file that is None."""
     if mode.startswith(REROUTE):
         return [f"--reroute={mode.removeprefix(REROUTE)}"]
-    return [flag.format(**files) for flag in ARMS[mode]]
+    return [flag.format(**files) for flag in ARMS[mode] if "{prerouter}" not in flag or files["prerouter"] is not None]
 
 
 def compare(
@@ -73,10 +70,10 @@ def quality(
     lossy = [mode for mode in modes if mode.startswith(LOSSY)]
     with progress_bar("scoring") as progress:
         progress(0, 1 + len(lossy))
-        found = {"exact": _run("eval", "ppl", *shared)}
+        found = {"exact": result_of("eval", "ppl", *shared)}
         for mode in lossy:
             progress(len(found), 1 + len(lossy))
-            found[mode] = _run("eval", "kl", *shared, *flags_of(mode, prerouter=prerouter))
+            found[mode] = result_of("eval", "kl", *shared, *flags_of(mode, prerouter=prerouter))
     return found
 
 
@@ -93,24 +90,4 @@ def _median(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bench(words: Sequence[str]) -> dict[str, Any]:
-    return _run("bench", *words, "--repeat=1")
-
-
-def _run(*words: str) -> dict[str, Any]:
-    """The JSON object of a command. Raises what it said if it failed."""
-    command = [sys.executable, "-m", "sluice", *words, "--json"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, encoding="utf-8") as child:
-        try:
-            out, complaint = child.communicate()
-        except BaseException:
-            child.terminate()
-            child.wait()
-            raise
-    if child.returncode == 0:
-        return json.loads(out.splitlines()[-1])
-    if child.returncode == 130:
-        raise KeyboardInterrupt
-    lines = complaint.strip().splitlines()
-    said = one_line(lines[-1]).removeprefix("sluice: ") if lines else f"a run ended with status {child.returncode}"
-    raise (InputError if child.returncode == 2 else SluiceError)(said)
+    return result_of("bench", *words, "--repeat=1")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sluice.cli.opening import announce, feed_ahead, open_engine, resolve_model
+from sluice.cli.opening import announce, feed_ahead, open_engine, resolve_model, settled
 from sluice.cli.options import MAX_SEED, EngineOptions, Json, Model, SamplingOptions, check_count, grouped
 from sluice.cli.run import MAX_STDIN_BYTES, result_of, sampling_mode, sampling_params, stream
 from sluice.cli.signals import Stop, deferred
@@ -46,7 +46,7 @@ def chat(
     """
     if max_tokens is not None:
         check_count("-n", max_tokens)
-    config = engine.config()
+    config = settled(model, engine).config()
     params = sampling_params(sampling)
     path = resolve_model(model)
     from sluice.engine.report import summary

@@ -15,7 +15,7 @@ import typer
 
 from sluice import __version__
 from sluice.cli.machine import cpu_name, filesystem_of, memory, read_ahead_kb
-from sluice.cli.opening import load_ggml
+from sluice.cli.opening import load_ggml, resolve_model
 from sluice.cli.options import Json
 from sluice.cli.terminal import emit, note, print_facts, progress_bar
 from sluice.config import format_size, usable_cores
@@ -74,7 +74,7 @@ def _probe_file(model: str | None) -> Iterator[Path | None]:
 
     built = demo_path()
     if model is not None and model != "demo":
-        yield Path(model)
+        yield resolve_model(model)
         return
     if built.exists():
         yield built

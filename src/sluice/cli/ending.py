@@ -15,7 +15,7 @@ from sluice.errors import InputError, SluiceError
 
 COMMANDS = (
     *("run", "chat", "serve", "batch", "bench", "inspect", "pack", "doctor", "trace", "simulate", "plan", "eval"),
-    *("gate", "prerouter", "lora", "train"),
+    *("gate", "prerouter", "lora", "train", "tune"),
 )
 EXIT_FAILED, EXIT_INPUT = 1, 2
 

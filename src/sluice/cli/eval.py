@@ -12,7 +12,7 @@ import typer
 from sluice.cli.commands import group
 from sluice.cli.eval_tasks import tasks
 from sluice.cli.eval_texts import TextOptions
-from sluice.cli.opening import announce, open_engine, resolve_model
+from sluice.cli.opening import announce, open_engine, resolve_model, settled
 from sluice.cli.options import EngineOptions, Json, Model, grouped
 from sluice.cli.signals import deferred
 from sluice.cli.spool import check_room, spool
@@ -43,7 +43,7 @@ def ppl(*, model: Model = "demo", texts: TextOptions, engine: EngineOptions, jso
     that it scores, so every token is scored once, and all but the first few with at least half a window of the text
     before them. llama.cpp's windows don't overlap, and it scores the second half of each only.
     """
-    config = engine.config(ctx=CTX)
+    config = settled(model, engine).config(ctx=CTX)
     given = texts.texts()
     from sluice.eval.perplexity import perplexity, pooled
     from sluice.eval.windows import tokenize
@@ -94,7 +94,7 @@ def kl(
     as in `eval ppl`. Between them the reference's logits wait in a temporary file: 4 bytes × vocabulary a token, in the
     system's folder for such files (TMPDIR names another).
     """
-    config = engine.config(ctx=CTX)
+    config = settled(model, engine).config(ctx=CTX)
     same_model = reference is None
     exact = replace(
         config, routing="exact", reroute=None, kv="f16", top_k_experts=None, lora=(),

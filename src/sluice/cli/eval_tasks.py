@@ -12,7 +12,7 @@ import typer
 from sluice.cli.eval_compare import Comparison, Measured
 from sluice.cli.eval_modes import FORMS, given_mode, parse_modes
 from sluice.cli.eval_served import Servers
-from sluice.cli.opening import resolve_model
+from sluice.cli.opening import resolve_model, settled
 from sluice.cli.options import EngineOptions, Json, Model, check_count, grouped
 from sluice.cli.signals import deferred
 from sluice.cli.terminal import emit, note, print_table
@@ -104,7 +104,7 @@ def tasks(
     more = {"ctx": CTX, "streams": streams}
     if url and (compare is not None or engine != EngineOptions(ctx=engine.ctx)):
         raise InputError("--url asks servers, which have modes of their own: leave out --compare and engine's flags")
-    modes = given_mode(engine, **more) if compare is None else parse_modes(compare, engine, **more)
+    modes = given_mode(settled(model, engine), **more) if compare is None else parse_modes(compare, engine, **more)
     chosen = _chosen(names, files or [])
     from sluice.eval.task_report import report
     from sluice.eval.task_store import Store

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sluice.cli.signals import Stop
 from sluice.cli.terminal import note, progress_bar
-from sluice.config import EngineConfig, format_size, usable_cores
+from sluice.config import EngineConfig, format_size, parse_size, usable_cores
 from sluice.errors import ContextError, GgmlError, InputError
+from sluice.nano import ADAPTER, HEADS, MODEL, NAME, nano_file
 
 if TYPE_CHECKING:
+    from sluice.cli.options import EngineOptions
     from sluice.engine import Engine, Session
     from sluice.ggml import Library
     from sluice.io.files import ModelFiles
+    from sluice.plan.tuned import Tuned
 
 
 def resolve_model(model: str) -> Path:
     """The file of a MODEL argument; builds the demo model the first time. Raises InputError."""
-    if model == "nano":
-        raise InputError("nano is not available yet in this version: use demo, or give a GGUF file")
+    if model == NAME:
+        return nano_file()
     if model != "demo":
         return Path(model)
     from sluice.demo import demo_path, ensure_demo
@@ -29,6 +33,44 @@ def resolve_model(model: str) -> Path:
         note("building the demo model, once")
     with progress_bar("building the demo model") as progress:
         return ensure_demo(lambda share: progress(share, 1.0))
+
+
+def settled(model: str, engine: EngineOptions) -> EngineOptions:
+    """`engine` with what was tuned for the model where nothing else is asked for.
+
+    For predicted routes of nano without --prerouter also with nano's own heads, and its adapter before others.
+    """
+    if model == NAME and engine.routing == "prerouted" and engine.prerouter is None:
+        engine = replace(engine, prerouter=str(nano_file(HEADS)), lora=[str(nano_file(ADAPTER)), *(engine.lora or ())])
+    path = file_of(model)
+    if engine.no_tuned or path is None or (found := tuned_for(path)) is None:
+        return engine
+    from sluice.engine.budget import DEFAULT_SHARE
+    from sluice.memory import free_bytes
+
+    budget = int(free_bytes() * DEFAULT_SHARE) if engine.ram is None else parse_size(engine.ram)
+    settings = (found.without_pool() if engine.expert_slots is not None else found.for_budget(budget)).settings
+    kept = {name for name, given in (("policy", engine.plan), ("no_prefetch", engine.prerouter)) if given is not None}
+    plain = {each.name: each.default for each in fields(engine)}
+    changes = {n: v for n, v in settings.items() if n not in kept and getattr(engine, n) == plain[n]}
+    return replace(engine, **changes)
+
+
+def file_of(model: str) -> Path | None:
+    """The file of a MODEL argument, if it is there already."""
+    from sluice.demo import demo_path
+
+    path = {"demo": demo_path(), NAME: MODEL}.get(model) or Path(model)
+    return path if path.is_file() else None
+
+
+def tuned_for(path: Path) -> Tuned | None:
+    """What `sluice tune` has kept for a model file on this machine."""
+    from sluice.cli.machine import cpu_name
+    from sluice.plan.measure import machine_name
+    from sluice.plan.tuned import find, folder
+
+    return find(path, machine_name(cpu_name(), usable_cores())) if folder().is_dir() else None
 
 
 def load_ggml(path: str | Path | None) -> Library:
@@ -90,12 +132,27 @@ def announce(engine: Engine) -> None:
             f"warning: {plan.slots} expert slots are fewer than the {plan.floor_slots} experts that one token needs, "
             f"so most are read anew for each: --ram {enough} holds them"
         )
+    if tuned := _tuned_text(engine.config, engine.file.paths[0]):
+        note(f"tuned for this model: {tuned} (--no-tuned leaves it out)")
     if spec.skipped:
         note(f"left in the file: {len(spec.skipped)} tensors of multi-token prediction or other modalities")
     if engine.threads > (cores := usable_cores()):
         note(f"warning: {engine.threads} threads on {cores} cores wait for one another: fewer are faster")
     if not engine.library.tried:
         note(f"warning: ggml {engine.library.version} is newer than any that Sluice was tried with")
+
+
+def _tuned_text(config: EngineConfig, path: Path) -> str:
+    """Those of the tuned settings that are in use."""
+    found = tuned_for(path)
+    used = vars_of(config)
+    return ", ".join(f"{n} {v}" for n, v in (found.settings if found else {}).items() if used[n] == v)
+
+
+def vars_of(config: EngineConfig) -> dict[str, Any]:
+    """What may be tuned as a configuration has it, by the options' names."""
+    names = ("threads", "io_threads", "reader", "policy", "pool_share")
+    return {"no_prefetch": not config.prefetch, **{name: getattr(config, name) for name in names}}
 
 
 def check_prompt(engine: Engine, ids: Sequence[int]) -> None:

@@ -19,7 +19,10 @@ MAX_SEED = (1 << 63) - 1
 _MEMORY, _SAMPLING, _PROMPT = "Memory and speed", "Sampling", "Prompt"
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A GGUF file, any shard of it, or demo, the default.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A GGUF file, any shard of it, demo (the default), or nano.", show_default=False
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object as the last line of stdout.")]
 
@@ -30,7 +33,7 @@ def _option(panel: str, *names: str, help: str, metavar: str = "") -> Any:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to open a model. None is the engine's own default."""
+    """How to open a model. None is what was tuned, or else the engine's own default."""
 
     ram: Annotated[
         str | None,
@@ -100,9 +103,13 @@ class EngineOptions:
     expert_slots: Annotated[
         int | None, _option(_MEMORY, "--expert-slots", metavar="N", help="Set the expert pool itself, in slots.")
     ] = None
+    pool_share: Annotated[
+        float | None, _option(_MEMORY, "--pool-share", metavar="X", help="Make only this share of the slots that --ram "
+                              "holds. Default 1.")
+    ] = None  # fmt: skip
     io_threads: Annotated[
-        int, _option(_MEMORY, "--io-threads", metavar="N", help="Threads that read experts. Default 4.")
-    ] = 4
+        int | None, _option(_MEMORY, "--io-threads", metavar="N", help="Threads that read experts. Default 4.")
+    ] = None
     reader: Annotated[
         str,
         _option(_MEMORY, "--reader", metavar="NAME", help=f"What reads experts: {', '.join(READERS)}."),
@@ -110,6 +117,9 @@ class EngineOptions:
     ggml: Annotated[
         str | None, _option(_MEMORY, "--ggml", metavar="PATH", help="A folder with other ggml libraries.")
     ] = None
+    no_tuned: Annotated[
+        bool, _option(_MEMORY, "--no-tuned", help="Leave out what `sluice tune` found for this model. Same output.")
+    ] = False
 
     def config(self, *, ctx: int | None = None, **more: Any) -> EngineConfig:
         """As the engine takes it; `ctx` stands in where none was given. Raises InputError."""
@@ -134,7 +144,7 @@ class EngineOptions:
             top_k_experts=self.top_k_experts,
             lora=tuple(parse_lora(text) for text in self.lora or ()),
             prefetch=not self.no_prefetch,
-            io_threads=self.io_threads,
+            **{name: value for name in ("io_threads", "pool_share") if (value := getattr(self, name)) is not None},
             reader=self.reader,
             ggml=None if self.ggml is None else Path(self.ggml),
             plan=None if self.plan is None else Path(self.plan),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sluice.cli.opening import announce, check_prompt, feed_ahead, open_engine, resolve_model
+from sluice.cli.opening import announce, check_prompt, feed_ahead, open_engine, resolve_model, settled
 from sluice.cli.options import EngineOptions, Json, Model, PromptOptions, SamplingOptions, check_count, grouped
 from sluice.cli.saving import Force, SaveResidents, check_residents, save_residents
 from sluice.cli.signals import Stop, deferred
@@ -48,7 +48,7 @@ def run(
     """
     check_count("-n", max_tokens)
     check_residents(residents, force=force)
-    config = engine.config(**trace_config(trace, trace_scores, force=force))
+    config = settled(model, engine).config(**trace_config(trace, trace_scores, force=force))
     params = sampling_params(sampling)
     source = prompt.ids or prompt.prompt or _from_stdin()
     path = resolve_model(model)

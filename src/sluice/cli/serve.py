@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sluice.cli.extras import check_extra
-from sluice.cli.opening import announce, open_engine, resolve_model
+from sluice.cli.opening import announce, open_engine, resolve_model, settled
 from sluice.cli.options import EngineOptions, Model, check_count, grouped
 from sluice.cli.saving import Force
 from sluice.cli.signals import Stop, deferred, noted
@@ -96,7 +96,7 @@ def serve(
         raise InputError(f"--drain {drain:g} can't be: give 0 seconds or more")
     if not 0 <= port < 1 << 16:
         raise InputError(f"--port {port} is out of range: give 1 to 65535, or 0 for a free one")
-    config = engine.config(**trace_config(trace, trace_scores, force=force))
+    config = settled(model, engine).config(**trace_config(trace, trace_scores, force=force))
     check_extra("serve")
     import sluice.server.app  # noqa: F401  # before the engine measures what the process takes
     from sluice.server.auth import is_loopback

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sluice.cli.opening import announce, check_prompt, open_engine, resolve_model
+from sluice.cli.opening import announce, check_prompt, open_engine, resolve_model, settled
 from sluice.cli.options import EngineOptions, Json, SamplingOptions, check_count, grouped
 from sluice.cli.run import sampling_mode, sampling_params
 from sluice.cli.signals import Stop, deferred
@@ -78,7 +78,7 @@ def record(
     """
     if max_tokens:
         check_count("-n", max_tokens)
-    config = engine.config(trace=out, trace_scores=scores, trace_force=force)
+    config = settled(model, engine).config(trace=out, trace_scores=scores, trace_force=force)
     params = sampling_params(sampling)
     todo = sources(prompts, text, domain)
     with deferred() as stop:

@@ -49,9 +49,9 @@ class MemoryPlan:
 
 def plan_memory(
     needs: MemoryNeeds, slot_bytes: int, *, ram: int | None, free: int, expert_slots: int | None,
-    least_slots: int, floor_slots: int, all_slots: int,
+    least_slots: int, floor_slots: int, all_slots: int, share: float = 1.0,
 ) -> MemoryPlan:  # fmt: skip
-    """Slots for the budget `ram` (by default a share of `free`), or `expert_slots` of them.
+    """`share` of the slots that the budget `ram` (by default a part of `free`) holds, or `expert_slots` of them.
 
     `least_slots` is what one layer of one token needs. Raises BudgetError naming the smallest budget that works.
     """
@@ -77,7 +77,7 @@ def plan_memory(
             f"{given} is too little for this model: the smallest budget that works is "
             f"--ram {round_up_size(total(least_slots))} (a shorter --ctx or fewer streams lower it)"
         )
-    return MemoryPlan(budget, slots, needs, slot_bytes, floor_slots)
+    return MemoryPlan(budget, max(least_slots, int(slots * share)), needs, slot_bytes, floor_slots)
 
 
 def budget_for(needs: MemoryNeeds, slot_bytes: int, slots: int) -> int:

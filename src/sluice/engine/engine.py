@@ -209,7 +209,7 @@ class Engine:
         self.plan: MemoryPlan = plan_memory(
             needs, layout.stride, ram=config.ram, free=free_bytes(), expert_slots=config.expert_slots,
             least_slots=spec.top_k, floor_slots=len(spec.moe_layers) * spec.top_k,
-            all_slots=len(spec.moe_layers) * spec.n_expert,
+            all_slots=len(spec.moe_layers) * spec.n_expert, share=config.pool_share,
         )  # fmt: skip
         step_demand = config.streams * self.plan.floor_slots
         self.policy = suited(config.policy, self.plan.slots, step_demand)
