@@ -12,7 +12,7 @@ lint:
 	pyright
 	lint-imports
 
-# The reference experiment, planned for a day on 2 cores; what is done is not done again (python experiments/run.py list).
+# The reference experiment, about eight hours on 2 cores; what is done is not done again (python experiments/run.py list).
 .PHONY: experiments
 experiments:
 	python experiments/run.py all

@@ -26,10 +26,10 @@ from runner import Run, Step, Work
 SEEDS = (1, 2, 3)
 Steps = Callable[[Work], Sequence[Step]]
 STAGES = {
-    "text": "text that the unquantised base writes",
-    "prerouter": "stage 1: heads imitate the next layer's router",
-    "recover": "stage 2: heads and adapter on the teacher's text",
-    "onpolicy": "stage 3: the student writes, the teacher scores",
+    "text": ("text that the unquantised base writes", 5),
+    "prerouter": ("stage 1: heads imitate the next layer's router", 4),
+    "recover": ("stage 2: heads and adapter on the teacher's text", 10),
+    "onpolicy": ("stage 3: the student writes, the teacher scores", 6),
 }
 
 
@@ -68,12 +68,12 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
     add("live", "the engine's counters against the simulator", needs, partial(parts.live_steps, size), 5)
     for seed in SEEDS:
         previous = f"base-s{seed}"
-        for stage, about in STAGES.items():
+        for stage, (about, minutes) in STAGES.items():
             steps = partial(parts.stage_steps, size, seed, stage)
-            add(f"{stage}-s{seed}", f"{about}, seed {seed}", (previous,), steps, 30)
+            add(f"{stage}-s{seed}", f"{about}, seed {seed}", (previous,), steps, minutes)
             previous = f"{stage}-s{seed}"
         steps = partial(parts.stages_steps, size, seed)
-        add(f"stages-s{seed}", f"what the stages won back, seed {seed}", (previous,), steps, 10)
+        add(f"stages-s{seed}", f"what the stages won back, seed {seed}", (previous,), steps, 7)
     needs = ("onpolicy-s1",)
     add("survival", "what merging the adapter would leave", needs, partial(parts.survival_steps, size), 3)
     about = "misses and tokens a second at 15 % of the experts"

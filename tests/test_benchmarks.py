@@ -142,6 +142,15 @@ def test_simulated_and_live_rerouting_begin_alike(tmp_path: Path) -> None:
     assert exact["live"]["misses"] > wide["live"]["misses"] and exact["live"]["ppl"] != wide["live"]["ppl"]
 
 
+def test_every_mode_of_nano_is_measured_by_domain(tmp_path: Path) -> None:
+    for i, domain in enumerate(("code", "prose")):
+        (tmp_path / f"{i:03}-{domain}.txt").write_text("And the king said unto them, Go ye, and serve. " * 3)
+    last = run("modes.py", "--texts", tmp_path, "--passages", 1)[-1]
+    assert all(one["kl"] > 0 and set(one["per_domain"]) == {"code", "prose"} for one in last["modes"].values())
+    kl = {mode: one["kl"] for mode, one in last["modes"].items()}
+    assert kl["kv q8_0"] < kl["kv q4_0"] < kl["one expert of two"]
+
+
 def test_a_streamed_prompt_is_timed_alone(synthetic: Path) -> None:
     [first, second] = run(
         "arm.py", synthetic, "--expert-slots", 6, "--measure", "prefill", "--prompt", 20, "--walks", 2
