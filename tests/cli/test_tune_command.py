@@ -23,31 +23,31 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(path: Path, **settings: object) -> None:
-    save(Tuned.of(path, MACHINE, budget=1 << 30, settings=settings, gain=0.1, when="2026-11-30T12:00:00+00:00"))
+    save(Tuned.of(path, MACHINE, budget=8 << 30, settings=settings, gain=0.1, when="2026-11-30T12:00:00+00:00"))
 
 
 def test_it_measures_and_says_what_it_found(cli: Cli, tiny_path: Path) -> None:
-    result = cli("tune", tiny_path, "--minutes", 0.15, "--gen", 4, "--ram", "1G", "--json").json
+    result = cli("tune", tiny_path, "--minutes", 0.15, "--gen", 4, "--ram", "8G", "--json").json
     assert result["runs"] >= 1 and result["start_tok_per_s"] > 0
-    assert result["budget_bytes"] == 1 << 30
+    assert result["budget_bytes"] == 8 << 30
     assert set(result["start"]) == set(result["best"])
     assert (result["saved"] is not None) == bool(result["settings"])
     assert result["settings"] == {n: v for n, v in result["best"].items() if v != result["start"][n]}
 
 
 def test_what_was_tuned_is_used_and_said_unless_something_else_is_asked_for(cli: Cli, tiny_path: Path) -> None:
-    plain = cli("run", tiny_path, *ASK, "--ram", "1G")
+    plain = cli("run", tiny_path, *ASK, "--ram", "8G")
     keep(tiny_path, threads=1, pool_share=0.5, no_prefetch=True, io_threads=2)
-    used = cli("run", tiny_path, *ASK, "--ram", "1G")
+    used = cli("run", tiny_path, *ASK, "--ram", "8G")
     assert used.json["tokens"] == plain.json["tokens"]
     assert used.json["slots"] == plain.json["slots"] // 2
     assert used.json["ledger"]["decode"]["prefetch_issued"] == 0
     assert "tuned for this model: threads 1, pool_share 0.5, no_prefetch True, io_threads 2" in used.err
-    without = cli("run", tiny_path, *ASK, "--ram", "1G", "--no-tuned")
+    without = cli("run", tiny_path, *ASK, "--ram", "8G", "--no-tuned")
     assert without.json["slots"] == plain.json["slots"] and "pool_share" not in without.err
-    given = cli("run", tiny_path, *ASK, "--ram", "1G", "--pool-share", 0.75)
+    given = cli("run", tiny_path, *ASK, "--ram", "8G", "--pool-share", 0.75)
     assert given.json["slots"] == plain.json["slots"] * 3 // 4
-    assert cli("run", tiny_path, *ASK, "--ram", "2G").json["slots"] == plain.json["slots"]  # another budget
+    assert cli("run", tiny_path, *ASK, "--ram", "12G").json["slots"] == plain.json["slots"]  # another budget
     assert cli("run", tiny_path, *ASK, *FAST).json["slots"] == 12
 
 
