@@ -6,9 +6,9 @@
     python experiments/run.py all                     all, one after the other
     python experiments/run.py results                 WORK/gates.json, and docs/results.md with its figures
 
-Every run is planned to take at most half an hour on 2 cores. WORK is --work, build/experiments by default. The gates must
-have been recorded (`sluice gate experiments/gates.toml --record`) before anything is run. Ctrl-C ends a run in good
-order.
+Every run is planned to take at most half an hour on 2 cores. WORK is --work, build/experiments by default. The gates
+must have been recorded (`sluice gate experiments/gates.toml --record`) before anything is run. Ctrl-C ends a run in
+good order.
 """
 
 from __future__ import annotations
