@@ -82,30 +82,32 @@ TOY = Size(
 )  # fmt: skip
 SIZES = {size.name: size for size in (REFERENCE, TOY)}
 
+LATE: dict[str, Any] = {"loss": "set", "weight": 0.6, "slots": 4, "anneal": "late"}
+
 # The paper's three strengths of its loss, then tries of ours at its gate: what each changes of the base's recipe.
 LOCALITY: Mapping[str, tuple[str, Sections]] = {
     "weak": ("chance that neighbours draw the same expert, λ 0.1", {"locality": {"loss": "overlap", "weight": 0.1}}),
     "medium": ("the same, λ 0.4", {"locality": {"loss": "overlap", "weight": 0.4}}),
     "strong": ("the same, λ 1.6", {"locality": {"loss": "overlap", "weight": 1.6}}),
     "margin": (
-        "only where the router is nearly indifferent, against an LRU of its layer's own",
-        {"locality": {"loss": "margin", "weight": 0.5, "slots": 4}},
+        "only where the router is nearly indifferent, against an LRU of its layer's own, λ rising over the second half",
+        {"locality": {"loss": "margin", "weight": 1.0, "slots": 4, "anneal": "late"}},
     ),
     "set": (
-        "the chosen set, straight through, against an LRU of its layer's own",
+        "the chosen set, straight through, against an LRU of its layer's own, from the first step",
         {"locality": {"loss": "set", "weight": 0.3, "slots": 4}},
     ),
     "late": (
         "the chosen set, λ rising over the second half",
-        {"locality": {"loss": "set", "weight": 0.6, "slots": 4, "anneal": "late"}},
+        {"locality": LATE},
     ),
     "bias": (
-        "the chosen set; loads kept even by a bias instead of a loss",
-        {"locality": {"loss": "set", "weight": 0.3, "slots": 4}, "balance": {"loss": 0.0, "bias": 0.003}},
+        "as late; loads kept even by a bias instead of a loss",
+        {"locality": LATE, "balance": {"loss": 0.0, "bias": 0.003}},
     ),
     "distill": (
-        "the chosen set, and half of the loss is the base model's distribution",
-        {"locality": {"loss": "set", "weight": 0.3, "slots": 4}, "distill": {"weight": 0.5}},
+        "as late, and half of the loss is the base model's distribution",
+        {"locality": LATE, "distill": {"weight": 0.5}},
     ),
 }  # fmt: skip
 DOMAIN: Sections = {"domain": {"weight": 0.3, "prior": 2.0}}

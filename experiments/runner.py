@@ -83,6 +83,13 @@ class Work:
         attempts = [json.loads(line) for line in lines]
         return sum(each["elapsed_s"] for each in attempts if step in (None, each["step"]))
 
+    def last_words(self, name: str) -> str | None:
+        """What a run that was begun and isn't done said last; None for others."""
+        if self.result(name) is not None or not (path := self.at(name) / LOG).is_file():
+            return None
+        said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return said[-1].removeprefix("sluice: ") if said else "nothing"
+
     def state(self, run: Run) -> str:
         """ "done", "begun", "ready", or what it waits for."""
         if self.result(run.name) is not None:

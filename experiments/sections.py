@@ -60,7 +60,8 @@ def locality(work: Work, numbers: Json) -> str:
         _row(f"{name}: {about}", found[name], start)
         for name, (about, _) in LOCALITY.items() if found[name] is not None and start is not None
     ]  # fmt: skip
-    left = [name for name in LOCALITY if found[name] is None]
+    begun = {name: said for name in LOCALITY if (said := work.last_words(f"{name}-s1")) is not None}
+    left = [name for name in LOCALITY if found[name] is None and name not in begun]
     claimed = ""
     if numbers["chosen"]:
         moved, cost = numbers["locality"]["misses_change"], numbers["locality"]["ppl_change"]
@@ -70,6 +71,7 @@ def locality(work: Work, numbers: Json) -> str:
         prose("""Every try, one seed each. The one that is claimed, and run with more seeds, is that with the fewest
         misses of those within +1 % perplexity, or else the one that costs least."""),
         rows(HEADS, body),
+        "\n".join(f"- Begun and not done: {name}, last heard of: {said[:300]}" for name, said in begun.items()),
         f"Not run: {', '.join(left)}." if left else "",
         claimed,
         "<!-- tradeoff -->\n\n<!-- curves -->\n\n<!-- training -->",
