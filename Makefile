@@ -12,7 +12,7 @@ lint:
 	pyright
 	lint-imports
 
-# The reference experiment, about eight hours on 2 cores; what is done is not done again (python experiments/run.py list).
+# The reference experiment, planned for about eight hours on 2 cores; what is done is not done again (python experiments/run.py list).
 .PHONY: experiments
 experiments:
 	python experiments/run.py all

@@ -66,11 +66,14 @@ def file_of(model: str) -> Path | None:
 
 def tuned_for(path: Path) -> Tuned | None:
     """What `sluice tune` has kept for a model file on this machine."""
-    from sluice.cli.machine import cpu_name
-    from sluice.plan.measure import machine_name
     from sluice.plan.tuned import find, folder
 
-    return find(path, machine_name(cpu_name(), usable_cores())) if folder().is_dir() else None
+    if not folder().is_dir():
+        return None
+    from sluice.cli.machine import cpu_name
+    from sluice.plan.measure import machine_name
+
+    return find(path, machine_name(cpu_name(), usable_cores()))
 
 
 def load_ggml(path: str | Path | None) -> Library:
@@ -145,14 +148,11 @@ def announce(engine: Engine) -> None:
 def _tuned_text(config: EngineConfig, path: Path) -> str:
     """Those of the tuned settings that are in use."""
     found = tuned_for(path)
-    used = vars_of(config)
-    return ", ".join(f"{n} {v}" for n, v in (found.settings if found else {}).items() if used[n] == v)
 
+    def used(name: str) -> Any:
+        return not config.prefetch if name == "no_prefetch" else getattr(config, name)
 
-def vars_of(config: EngineConfig) -> dict[str, Any]:
-    """What may be tuned as a configuration has it, by the options' names."""
-    names = ("threads", "io_threads", "reader", "policy", "pool_share")
-    return {"no_prefetch": not config.prefetch, **{name: getattr(config, name) for name in names}}
+    return ", ".join(f"{n} {v}" for n, v in (found.settings if found else {}).items() if used(n) == v)
 
 
 def check_prompt(engine: Engine, ids: Sequence[int]) -> None:

@@ -38,7 +38,6 @@ Forget = Annotated[
 ]
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
 IO_THREADS = (1, 2, 4, 8, 16)
-SHOWN = {"no_prefetch": "--no-prefetch", "pool_share": "--pool-share", "io_threads": "--io-threads"}
 
 
 def tune(
@@ -142,7 +141,7 @@ def _speed(samples: list[Any], settings: Mapping[str, Any]) -> float | None:
 def _show(result: Mapping[str, Any]) -> None:
     rows = [
         [
-            f"{SHOWN.get(one['knob'], '--' + one['knob'])} {one['value']}",
+            f"{one['knob']} {one['value']}",
             "" if one["gain"] is None else f"{one['gain']:+.1%}",
             str(len(one["ratios"])),
             one["verdict"],
@@ -150,10 +149,7 @@ def _show(result: Mapping[str, Any]) -> None:
         for one in result["tried"]
     ]
     print_table(("setting", "change", "pairs", "verdict"), rows)
-    flags = " ".join(
-        SHOWN.get(name, f"--{name}") + ("" if value is True else f" {value}")
-        for name, value in result["settings"].items()
-    )
+    flags = " ".join(arguments(EngineOptions(**result["settings"])))
     facts = [("found", flags or "nothing that is faster than the defaults")]
     if result["start_tok_per_s"] is not None:
         facts.append(("tok/s", f"{result['best_tok_per_s']:.2f}, with the defaults {result['start_tok_per_s']:.2f}"))

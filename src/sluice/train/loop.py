@@ -128,9 +128,7 @@ class _Fit:
         norm = float(length)
         if not norm < float("inf"):
             raise self._diverged(f"the gradient of {self._first_bad()} is not finite")
-        for some in (True, False):
-            members = [p for p in self.parameters.values() if sharding.is_part(p) == some]
-            nn.utils.clip_grads_with_norm_(members, settings.clip, length)
+        sharding.clip(self.parameters.values(), settings.clip, length)
         self.optimizer.step()
         objective.end_step()
         self.means.add({**seen, "grad_norm": norm})

@@ -57,8 +57,18 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 def norm(gradients: Collection[Tensor]) -> Tensor:
     """The length of all gradients together, a scalar on every process."""
-    kinds = ([g for g in gradients if is_part(g)], [g for g in gradients if not is_part(g)])
-    return torch.stack([joined(nn.utils.get_total_norm(some)) for some in kinds if some]).norm()
+    return torch.stack([joined(nn.utils.get_total_norm(some)) for some in _kinds(gradients) if some]).norm()
+
+
+def clip(parameters: Collection[nn.Parameter], most: float, length: Tensor) -> None:
+    """Shorten all gradients, whose length together is `length`, to at most `most`."""
+    for some in _kinds(parameters):
+        nn.utils.clip_grads_with_norm_(some, most, length)
+
+
+def _kinds(tensors: Collection[Any]) -> tuple[list[Any], list[Any]]:
+    """Those that are split, and those that aren't: PyTorch takes no mixture of the two."""
+    return [one for one in tensors if is_part(one)], [one for one in tensors if not is_part(one)]
 
 
 def joined_state(model: nn.Module) -> dict[str, Tensor]:
