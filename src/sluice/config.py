@@ -73,7 +73,9 @@ class EngineConfig:
     is the route, or what the trace `routes` has recorded for as many sessions, opened in the same order. `lora` are
     adapters, each a file and a scale (or a text "FILE:SCALE"), which change the model. `reroute` is a margin: in decode
     steps, experts that have no slot give way to ones that have and score at most so much less, but for a token's best
-    `reroute_keep`; nothing is read ahead then.
+    `reroute_keep`; nothing is read ahead then. `device` computes what it has room for in `vram` bytes of its memory
+    ("auto": a graphics processor, if there is one; "cpu": none): the last `gpu_layers` layers' attention, and experts
+    but for the first `cpu_moe_layers` layers'. It rounds otherwise than the processor, so the output changes a little.
     """
 
     ram: int | None = None
@@ -103,6 +105,11 @@ class EngineConfig:
     lora: tuple[tuple[Path, float], ...] = ()
     reroute: float | None = None
     reroute_keep: int = REROUTE_KEEP
+    device: str = "auto"
+    vram: int | None = None
+    gpu_layers: int | None = None
+    cpu_moe_layers: int = 0
+    upload_from: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("ram", "expert_slots", "ctx", "threads", "top_k_experts", "read_rate", "streams", "io_threads"):
@@ -115,6 +122,15 @@ class EngineConfig:
         if (beside := _whole(self.beside)) < 0:
             raise InputError(f"beside is {self.beside!r}: give a number of bytes")
         object.__setattr__(self, "beside", beside)
+        for name in ("vram", "upload_from"):
+            if getattr(self, name) is not None and _whole(getattr(self, name)) < 1:
+                raise InputError(f"{name} is {getattr(self, name)!r}: give a whole number of at least 1")
+        for name in ("gpu_layers", "cpu_moe_layers"):
+            value = getattr(self, name)
+            if value is not None and (_whole(value) < 0 or (not _whole(value) and value != 0)):
+                raise InputError(f"{name} is {value!r}: give a number of layers, 0 for none")
+        if not isinstance(self.device, str) or not self.device:
+            raise InputError(f"device is {self.device!r}: give auto, cpu, or a name that sluice doctor lists")
         if not 0 < self.pool_share <= 1:
             raise InputError(f"pool_share is {self.pool_share!r}: give a number above 0, and 1 at most")
         if self.trace is not None:
@@ -150,6 +166,10 @@ class EngineConfig:
             if self.prerouter is not None:
                 raise InputError("reroute reads nothing ahead, which a prerouter is for: leave out one of them")
             object.__setattr__(self, "prefetch", False)  # or the routes would depend on what had been read in time
+        if self.device not in ("auto", "cpu"):
+            for name in ("prerouter", "routes", "lora"):
+                if getattr(self, name):
+                    raise InputError(f"{name} runs on the processor alone: leave it out, or take the device cpu")
         if self.policy not in (AUTO, *POLICIES):
             raise InputError(f"policy {self.policy!r} is unknown: choose from {AUTO}, {', '.join(sorted(POLICIES))}")
         for name in self.kv_names:

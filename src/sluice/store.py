@@ -146,6 +146,19 @@ class ExpertStore:
         """Bytes that one expert of a layer is read in."""
         return sum(run.n_bytes for run in self._runs[layer])
 
+    def slot_view(self, slot: int) -> memoryview:
+        """The bytes of a slot."""
+        return self._memory.view[slot * self._stride : (slot + 1) * self._stride]
+
+    def put(self, key: ExpertKey, data: bytes) -> bool:
+        """Have `key`, which is absent, in a free slot, with `data` as the slot's bytes. False where none is free."""
+        if self.cache.slot_of(key) is not None or not self.cache.n_free:
+            return False
+        [read] = self.cache.preload([key])
+        self.slot_view(read.slot)[:] = data
+        self.cache.complete(read)
+        return True
+
     def segments(self, read: Read) -> list[Segment]:
         """The byte ranges of an expert and where in the pool they go."""
         layer, expert = read.key

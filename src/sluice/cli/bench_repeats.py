@@ -87,7 +87,7 @@ def measure(engine: Engine, plan: Plan, stop: Stop) -> dict[str, Any]:
             "max_tokens": plan.gen, "stop": list(plan.stop), "ignore_eos": True,
             "raw": plan.raw or not isinstance(plan.prompt, str),
         },
-        ledger=engine.stats(), placed=engine.placed,
+        ledger=engine.stats(), placed=engine.placed, device=engine.device,
     )  # fmt: skip
     result["prefill_tok_per_s"] = middle["prefill_tok_per_s"]
     result["itl_ms"] = middle["itl_ms"]

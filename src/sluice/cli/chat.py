@@ -147,7 +147,7 @@ class Conversation:
             tok_per_s=rate(ledger["decode"]["tokens"], ledger["decode"]["wall_s"]),
             peak_rss_bytes=peak_rss_bytes(), budget_bytes=engine.plan.budget, slots=engine.plan.slots,
             seed=self.params.seed or 0, mode=engine.mode | {"ctx": engine.n_ctx} | self._mode(), ledger=ledger,
-            placed=engine.placed,
+            placed=engine.placed, device=engine.device,
         )  # fmt: skip
         return whole | {"turns": turns}
 

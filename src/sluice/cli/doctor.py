@@ -57,6 +57,7 @@ def doctor(model: Model = None, ggml: Ggml = None, json: Json = False) -> int:
             "from": str(library.path),
         },
     }
+    report["devices"] = _devices(library)
     with _probe_file(model) as path:
         report["disk"] = None if path is None else _disk(path, model is not None, library)
     report["warnings"] = warnings(report)
@@ -65,6 +66,25 @@ def doctor(model: Model = None, ggml: Ggml = None, json: Json = False) -> int:
     else:
         _show(report)
     return 0
+
+
+def _devices(library: Library) -> list[dict[str, Any]]:
+    """Devices beside the processor that the ggml in use brings: their memory, and how fast bytes move there."""
+    from sluice.errors import GgmlError
+    from sluice.ggml import devices
+    from sluice.plan.device_probe import measure_device
+
+    found = []
+    for device in devices(library):
+        free, total = device.memory()
+        about = {"name": device.name, "description": device.description, "kind": device.kind}
+        try:
+            speeds = measure_device(device).as_dict()
+        except GgmlError as error:
+            note(f"{device.name} was not measured: {error}")
+            speeds = {}
+        found.append({**about, "memory_bytes": total, "memory_free_bytes": free, **speeds})
+    return found
 
 
 @contextmanager
@@ -178,6 +198,7 @@ def _show(report: dict[str, Any]) -> None:
         ("memory", f"{size['memory_bytes']}, {size['memory_free_bytes']} free{limit}"),
         ("ggml", f"{ggml['version']} ({', '.join(ggml['features']) or 'no features'}) from {ggml['from']}"),
     ]
+    facts += [(device["name"], _device_text(device)) for device in report["devices"]]
     if disk is not None:
         speeds = ", ".join(f"{rate / 1e6:,.0f} MB/s at depth {depth}" for depth, rate in disk["bytes_per_s"].items())
         how = {"direct": "past the page cache (O_DIRECT)", "nocache": "past the page cache (F_NOCACHE)"}
@@ -190,3 +211,14 @@ def _show(report: dict[str, Any]) -> None:
             ("read-ahead", ahead),
         ]
     print_facts([*facts, *(("warning", text) for text in report["warnings"])])
+
+
+def _device_text(device: dict[str, Any]) -> str:
+    size = f"{format_size(device['memory_bytes'])}, {format_size(device['memory_free_bytes'])} free"
+    if "up_bytes_per_s" not in device:
+        return f"{device['description']}, {size}"
+    speeds = {name: device[f"{name}_bytes_per_s"] / 1e9 for name in ("memory", "up", "down")}
+    return (
+        f"{device['description']}, {size}, {speeds['memory']:,.1f} GB/s of its own, copies there {speeds['up']:,.1f}, "
+        f"back {speeds['down']:,.1f}"
+    )

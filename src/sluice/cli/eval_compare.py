@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sluice.eval.tasks import Task
 
 _CHANGE_OUTPUT = ("ctx", "kv", "routing", "top_k_experts", "threads", "reroute", "reroute_keep")
+_CHANGE_DEVICE = ("device", "vram", "gpu_layers", "cpu_moe_layers", "upload_from", "ram", "expert_slots", "policy")
 _CHANGE_REROUTING = ("ram", "expert_slots", "policy", "streams")  # and with it what rerouting makes
 
 
@@ -155,6 +156,8 @@ class Comparison:
 def _settings(config: EngineConfig) -> dict[str, Any]:
     """What of a configuration an outcome depends on, with the files that it names, as JSON has it."""
     names = _CHANGE_OUTPUT if config.reroute is None else _CHANGE_OUTPUT + _CHANGE_REROUTING
+    if config.device not in ("auto", "cpu"):
+        names = tuple(dict.fromkeys(names + _CHANGE_DEVICE))
     files = [config.prerouter, *(path for path, _ in config.lora)]
     return {
         **{name: getattr(config, name) for name in names},

@@ -129,7 +129,14 @@ def announce(engine: Engine) -> None:
             f"plan {placed.name}: {placed.loaded} experts loaded ({format_size(placed.bytes_read)} in "
             f"{placed.seconds:.1f} s), {placed.pins} of them pinned, the rest left to {placed.policy}"
         )
-    if plan.below_floor:
+    for line in engine.notes:
+        note(line)
+    if (device := engine.device) is not None:
+        note(
+            f"{device['name']}: {device['layers']} of {spec.n_layers} layers and {device['slots']} slots for experts, "
+            f"{format_size(device['bytes'])} of {format_size(device['budget_bytes'])} (--device cpu leaves it out)"
+        )
+    if plan.below_floor and engine.device is None:
         enough = round_up_size(budget_for(plan.needs, plan.slot_bytes, plan.floor_slots))
         note(
             f"warning: {plan.slots} expert slots are fewer than the {plan.floor_slots} experts that one token needs, "

@@ -110,6 +110,24 @@ class EngineOptions:
     io_threads: Annotated[
         int | None, _option(_MEMORY, "--io-threads", metavar="N", help="Threads that read experts. Default 4.")
     ] = None
+    device: Annotated[
+        str,
+        _option(_MEMORY, "--device", metavar="NAME", help="auto: a graphics processor, if the ggml in use brings one; "
+                "cpu; or a name that `sluice doctor` lists. It rounds otherwise than the processor."),
+    ] = "auto"  # fmt: skip
+    vram: Annotated[
+        str | None,
+        _option(_MEMORY, "--vram", metavar="SIZE", help="Memory of the device to use. Default: 80 % of what is free."),
+    ] = None
+    gpu_layers: Annotated[
+        int | None,
+        _option(_MEMORY, "--gpu-layers", metavar="N", help="The last N layers' attention goes to the device. Default: "
+                "as many as fit."),
+    ] = None  # fmt: skip
+    cpu_moe_layers: Annotated[
+        int,
+        _option(_MEMORY, "--cpu-moe-layers", metavar="N", help="The first N layers' experts stay off the device."),
+    ] = 0
     reader: Annotated[
         str,
         _option(_MEMORY, "--reader", metavar="NAME", help=f"What reads experts: {', '.join(READERS)}."),
@@ -146,6 +164,10 @@ class EngineOptions:
             prefetch=not self.no_prefetch,
             **{name: value for name in ("io_threads", "pool_share") if (value := getattr(self, name)) is not None},
             reader=self.reader,
+            device=self.device,
+            vram=None if self.vram is None else parse_size(self.vram),
+            gpu_layers=self.gpu_layers,
+            cpu_moe_layers=self.cpu_moe_layers,
             ggml=None if self.ggml is None else Path(self.ggml),
             plan=None if self.plan is None else Path(self.plan),
             prerouter=None if self.prerouter is None else Path(self.prerouter),

@@ -128,7 +128,7 @@ def result_of(
         intervals_s=intervals, tok_per_s=rate(len(intervals), sum(intervals)),
         peak_rss_bytes=peak_rss_bytes(), budget_bytes=engine.plan.budget, slots=engine.plan.slots,
         seed=generation.seed, mode=engine.mode | {"ctx": engine.n_ctx} | mode, ledger=engine.stats(),
-        placed=engine.placed, cache_state=cache_state,
+        placed=engine.placed, device=engine.device, cache_state=cache_state,
     )  # fmt: skip
 
 

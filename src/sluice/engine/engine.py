@@ -21,6 +21,9 @@ import numpy as np
 from sluice.config import EngineConfig, usable_cores
 from sluice.engine import placing
 from sluice.engine.budget import MemoryNeeds, MemoryPlan, plan_memory
+from sluice.engine.device_share import DeviceShare
+from sluice.engine.device_site import Sizes
+from sluice.engine.division import layers_of
 from sluice.engine.generate import Generation, Token
 from sluice.engine.ledger import PhaseLedger
 from sluice.engine.pairs import PAIR_LIMIT, ROW_MAP_BYTES, PairGraphs, scratch_bytes
@@ -29,7 +32,7 @@ from sluice.engine.recorded import RecordedRoutes
 from sluice.engine.recording import begin_step, open_trace
 from sluice.engine.segments import SegmentGraphs
 from sluice.engine.session import Session
-from sluice.engine.step import Each, Stepper
+from sluice.engine.step import Each
 from sluice.engine.weights import DenseWeights, dense_tensors
 from sluice.engine.workspace import CHUNK, Workspace, chunks
 from sluice.errors import ContextError, EngineClosed, InputError, ModelFileError, ReadError, TemplateError
@@ -168,16 +171,10 @@ class Engine:
         recording = None if config.routes is None else self._read_routes(config.routes)  # takes what pyarrow does too
         process = rss_bytes() + (ENCODER_BYTES if self.recorder is not None else 0)
         backend = enter(Backend(self.library, self.threads))
-        weights = enter(DenseWeights(self.library, dense_tensors(self.file, spec)))
         lora = enter(LoraWeights(self.library, self.adapters)) if self.adapters else None
-        if lora is not None:
-            lora.attach(weights.tensors)
         expert_updates = {} if lora is None else lora.experts
         expert_rank = lora.rank if lora is not None and expert_updates else 0
-        family = family_type(spec, weights.tensors)
         self.chunk_room = n_tokens  # tokens that a step takes at most
-        self._kv = kv = enter(KVCache(self.library, spec, (kv_types[0], kv_types[1]), self.n_ctx, config.streams))
-        self._states = states = enter(RecurrentState(self.library, spec, config.streams))
         workspace = enter(
             Workspace(
                 self.library, spec, n_tokens=n_tokens, n_streams=config.streams, n_ctx=self.n_ctx, n_outputs=n_outputs,
@@ -185,20 +182,34 @@ class Engine:
                 expert_ids=bool(expert_updates),
             )
         )  # fmt: skip
+        n_pairs = min(PAIR_LIMIT, n_tokens * spec.top_k)
+        sizes = Sizes(n_tokens, self.n_ctx, config.streams, (kv_types[0], kv_types[1]), config.prefetch)
+        dense = dense_tensors(self.file, spec)
+        share = enter(
+            DeviceShare.open(self.file, self.library, config, family_type, spec, dense, workspace, sizes, n_pairs)
+        )
+        self._share = share
+        process += share.process_bytes
+        own, layers = share.host_segments, layers_of(spec, share.host_segments)
+        weights = enter(DenseWeights(self.library, share.host_tensors(dense)))
+        if lora is not None:
+            lora.attach(weights.tensors)
+        family = family_type(spec, weights.tensors)
+        self._kv = kv = enter(KVCache(self.library, spec, sizes.kv_types, self.n_ctx, config.streams, layers=layers))
+        self._states = states = enter(RecurrentState(self.library, spec, config.streams, layers=layers))
         prerouter = None if config.prerouter is None else self._read_prerouter(config.prerouter)
         heads = None if prerouter is None else enter(Heads(self.library, prerouter))
         allocator = enter(GraphAllocator(backend))
-        segments = enter(SegmentGraphs(family, workspace, kv, states, allocator, lookahead=config.prefetch))
+        segments = enter(SegmentGraphs(family, workspace, kv, states, allocator, lookahead=config.prefetch, only=own))
         segments.reserve(n_tokens, self.n_ctx, config.streams)
         head_graphs = None if heads is None else enter(HeadGraphs(family, heads, workspace, allocator))
         if head_graphs is not None:
             head_graphs.reserve(config.streams)
-        n_pairs = min(PAIR_LIMIT, n_tokens * spec.top_k)
         needs = MemoryNeeds(
             process=process,
             dense=weights.n_bytes,
-            kv=kv_bytes(spec, self.library, (kv_types[0], kv_types[1]), self.n_ctx, config.streams)
-            + recurrent_bytes(spec, config.streams),
+            kv=kv_bytes(spec, self.library, sizes.kv_types, self.n_ctx, config.streams, layers)
+            + recurrent_bytes(spec, config.streams, layers),
             workspace=workspace.n_bytes,
             scratch=max(allocator.n_bytes, scratch_bytes(spec, n_pairs, expert_rank)),
             work=ROW_MAP_BYTES + n_tokens * max(spec.n_embd, spec.n_ff, spec.mixer_width) * 4,
@@ -220,6 +231,7 @@ class Engine:
         if self._plan_only:
             return
         segments.lookahead = self.prefetching
+        share.look_ahead(self.prefetching)
         pins = () if self.placement is None else self.placement.pins
         policy = pinning(pins, self.policy, n_slots=self.plan.slots, n_layers=spec.n_layers)
         reader = partial(readers.make_reader, how=config.reader, threads=config.io_threads, in_place=layout.in_place)
@@ -244,7 +256,8 @@ class Engine:
             )
             segments.predicted = frozenset(self.prerouting.owners.values() if decides else ())
             segments.scored = self.prerouting.scored
-        self._stepper = Stepper(
+        share.load(self.files, self.store, workspace, pairs, backend, policy=self.policy)
+        self._stepper = share.stepper(
             spec, segments, pairs, workspace, self.store, backend, prefetch=self.prefetching, overlap=config.overlap,
             recorder=self.recorder, prerouting=self.prerouting, heads=head_graphs, reads_routes=config.prefetch,
             rerouting=rerouting,
@@ -303,6 +316,7 @@ class Engine:
         self._kv.copy(source, target, n)
         if self.spec.recurrent:
             self._states.copy(source, target)
+        self._share.copy_kept(source, target, n)
 
     # --- steps
 
@@ -540,6 +554,7 @@ class Engine:
             "threads": self.threads,
             "top_k_experts": self.spec.top_k,
             "top_k_experts_of_model": self.own_top_k,
+            **self._share.mode,
             **({"lora": [_named(*one) for one in self.adapters]} if self.adapters else {}),
             "ggml": self.library.version,
         }
@@ -564,7 +579,21 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """The ledger since open: {"prefill": {...}, "decode": {...}}."""
         rss, cached = rss_bytes(), page_cache_bytes()
-        return {name: phase.as_dict(resident_bytes=rss, page_cache_bytes=cached) for name, phase in self.ledger.items()}
+        device = self._share.site is not None
+        return {
+            name: phase.as_dict(resident_bytes=rss, page_cache_bytes=cached, device=device)
+            for name, phase in self.ledger.items()
+        }
+
+    @property
+    def device(self) -> dict[str, Any] | None:
+        """What a device has taken of the model, bytes and slots; None where there is none."""
+        return self._share.facts
+
+    @property
+    def notes(self) -> list[str]:
+        """What was decided in opening that a user should hear of, a line each."""
+        return self._share.notes
 
 
 def _named(adapter: Adapter, scale: float) -> dict[str, Any]:

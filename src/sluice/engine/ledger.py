@@ -27,6 +27,10 @@ class PhaseLedger:
     substituted: int = 0
     rerouted_rows: int = 0  # (token, layer): rows of those, and the sum of their routing weights' divergences, in nats
     reroute_kl: float = 0.0
+    device_hits: int = 0  # demands met by experts in a device's memory
+    promotions: int = 0  # experts copied there to stay, and those of them that it gave back to RAM for that
+    demotions: int = 0
+    uploads: int = 0  # experts copied there for one step
     bytes_read: int = 0
     reads: int = 0
     io_busy_s: float = 0.0
@@ -52,9 +56,12 @@ class PhaseLedger:
         """What neither computes nor waits: Python."""
         return max(0.0, self.wall_s - self.compute_s - self.wait_s)
 
-    def as_dict(self, *, resident_bytes: int | None = None, page_cache_bytes: int | None = None) -> dict[str, Any]:
-        """The JSON form. What was not measured is None, never 0."""
+    def as_dict(
+        self, *, resident_bytes: int | None = None, page_cache_bytes: int | None = None, device: bool = False
+    ) -> dict[str, Any]:  # fmt: skip
+        """The JSON form. What was not measured is None, never 0. `device`: one took part, so its counters are there."""
         c = self.cache
+        names = ("device_hits", "promotions", "demotions", "uploads") if device else ()
         return {
             "steps": self.steps,
             "tokens": self.tokens,
@@ -84,4 +91,5 @@ class PhaseLedger:
             "io_depth_mean": self.io_depth_s / self.io_busy_s if self.io_busy_s else None,
             "resident_bytes": resident_bytes,
             "page_cache_bytes": page_cache_bytes,
+            **{name: getattr(self, name) for name in names},
         }

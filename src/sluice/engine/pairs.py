@@ -6,13 +6,13 @@ What was resident, and in which order experts arrived, changes how pairs are gro
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
-from sluice.engine.workspace import Workspace, elements
+from sluice.engine.workspace import WorkspaceTensors, elements
 from sluice.ggml import Context, Graph, GraphAllocator, Tensor
 from sluice.models.blocks import Family
 from sluice.models.spec import ModelSpec
-from sluice.store import ExpertStore
 
 PAIR_LIMIT = 1024  # pairs of one graph: bounds its scratch memory
 ROW_MAP_ENTRY = 8  # ggml's mul_mat_id keeps a table of slots × pairs × 8 bytes ...
@@ -28,21 +28,34 @@ def scratch_bytes(spec: ModelSpec, n_pairs: int, rank: int = 0) -> int:
     return n_pairs * 4 * ((2 + more) * spec.n_embd + (3 + 2 * more) * spec.n_ff_expert + 3 * rank) + (1 << 16)
 
 
+class Slots(Protocol):
+    """Slots that experts lie in, which an ExpertStore has, and a device's bank."""
+
+    @property
+    def n_slots(self) -> int: ...
+
+    def matrices(self, c: Context, layer: int, first: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots [first, first + n) as `layer`'s gate, up and down matrices: [n_in, n_out, n] each."""
+        ...
+
+
 class PairGraphs:
     """Builds, keeps and frees pair graphs over one workspace, store and allocator; a context manager.
 
-    `low_rank` are updates of experts' matrices, by layer and role (see `sluice.routing.lora.LoraWeights`).
+    `layers` are those that `store` has slots for, where it hasn't for all. `low_rank` are updates of experts' matrices,
+    by layer and role (see `sluice.routing.lora.LoraWeights`).
     """
 
     def __init__(
-        self, family: Family, workspace: Workspace, store: ExpertStore, allocator: GraphAllocator,
-        low_rank: Mapping[tuple[int, str], tuple[Tensor, Tensor]] | None = None,
+        self, family: Family, workspace: WorkspaceTensors, store: Slots, allocator: GraphAllocator,
+        low_rank: Mapping[tuple[int, str], tuple[Tensor, Tensor]] | None = None, layers: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.family = family
         self.workspace = workspace
         self.store = store
         self.allocator = allocator
         self.low_rank = low_rank or {}
+        self.layers = family.spec.moe_layers if layers is None else layers
         self._kept: OrderedDict[tuple[int, int], tuple[Context, Graph]] = OrderedDict()
         self._single: dict[tuple[int, int], tuple[Context, Graph]] = {}  # parts of joined graphs: freed by `close` only
         self._generation = allocator.generation
@@ -61,10 +74,14 @@ class PairGraphs:
 
     def reserve(self, n_pairs: int) -> None:
         """Make the allocator large enough for graphs of up to `n_pairs` pairs."""
-        for layer in self.family.spec.moe_layers:
-            context, graph = self._build(layer, n_pairs, 0, self.store.n_slots)
+        for context, graph in self.largest(n_pairs):
             with context:
                 self.allocator.reserve(graph)
+
+    def largest(self, n_pairs: int) -> Iterator[tuple[Context, Graph]]:
+        """A graph of `n_pairs` pairs of each layer; the caller closes its context."""
+        for layer in self.layers:
+            yield self._build(layer, n_pairs, 0, self.store.n_slots)
 
     def single(self, layer: int, n: int) -> Graph:
         """A graph of `n` pairs of `layer`, all of one token; its inputs are pair_slots, pair_rows, with biases
@@ -111,7 +128,7 @@ class PairGraphs:
         ws, spec, weights = self.workspace, self.family.spec, self.family.weights
         gate, up, down = self.store.matrices(c, layer, first, n_slots)
         place = (n, 1) if single else (1, n)
-        at = self.family.spec.moe_layers.index(layer) * spec.top_k if single else 0  # what is listed layer by layer
+        at = ws.listed_at(spec, layer) if single else 0
         ids = c.view(ws.pair_slots, place, (), 4 * at)
         if single:
             x = c.view(ws.normed, (spec.n_embd, 1, 1))

@@ -80,10 +80,12 @@ def run_result(
     load_s: float, ttft_s: float | None, intervals_s: Sequence[float], tok_per_s: float | None,
     peak_rss_bytes: int, budget_bytes: int | None, slots: int, seed: int, mode: Mapping[str, Any],
     ledger: Mapping[str, Mapping[str, Any]], placed: Placed | None = None, cache_state: str | None = None,
+    device: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A run as the object that `--json` prints. What was not measured is None, never 0; `plan` is there if one was.
 
-    So is `cache_state`, the expert pool's when the run began, where the output depends on it.
+    So are `device`, what one took of the model, and `cache_state`, the expert pool's when the run began, where the
+    output depends on it.
     """
     prefill = ledger["prefill"]
     return {
@@ -105,12 +107,19 @@ def run_result(
         "ledger": {name: dict(phase) for name, phase in ledger.items()},
         **({} if cache_state is None else {"cache_state": cache_state}),
         **({} if placed is None else {"plan": placed.as_dict()}),
+        **({} if device is None else {"device": dict(device)}),
     }
 
 
 def hit_rate(phase: Mapping[str, Any]) -> float | None:
     """Share of demands that were resident; None without demands."""
     return phase["hits"] / phase["demands"] if phase["demands"] else None
+
+
+def above(phase: Mapping[str, Any]) -> float | None:
+    """Share of all demands that were met in a device's memory; None without demands."""
+    demands = phase["demands"] + phase["device_hits"]
+    return phase["device_hits"] / demands if demands else None
 
 
 def wait_share(phase: Mapping[str, Any]) -> float | None:
@@ -130,7 +139,8 @@ def mode_text(mode: Mapping[str, Any]) -> str:
     named = f"lossy, {', '.join(lossy)}: " if lossy else ""
     adapted = "".join(f", adapter {Path(one['file']).name} × {one['scale']:g}" for one in mode.get("lora", ()))
     replayed = f" by the routes of {mode['routes']}" if "routes" in mode else ""
-    return f"{named}{mode['routing']}{replayed}, kv {mode['kv']}{adapted}"
+    device = f", {mode['device']['layers']} layers on {mode['device']['name']}" if "device" in mode else ""
+    return f"{named}{mode['routing']}{replayed}, kv {mode['kv']}{adapted}{device}"
 
 
 def summary(result: Mapping[str, Any], *, random_seed: bool) -> str:
@@ -146,6 +156,7 @@ def summary(result: Mapping[str, Any], *, random_seed: bool) -> str:
         per_token = decode["bytes_read"] / decode["steps"]
         parts += [
             f"{_text(result['tok_per_s'], '{:.2f}')} tok/s",
+            *([f"{_text(above(decode), '{:.1%}')} of experts on the device"] if "device_hits" in decode else []),
             f"hit rate {_text(hit_rate(decode), '{:.1%}')}",
             f"{format_size(round(per_token))} read a token",
             f"waiting {_text(wait_share(decode), '{:.0%}')}",

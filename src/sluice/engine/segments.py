@@ -8,10 +8,10 @@ two segments the experts run (see pairs.py).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from sluice.engine.workspace import LOOKAHEAD, Workspace, block, columns, elements, near_reach
+from sluice.engine.workspace import LOOKAHEAD, WorkspaceTensors, block, columns, elements, near_reach
 from sluice.ggml import Context, Graph, GraphAllocator, Tensor, chained
 from sluice.models.blocks import AttentionInputs, Family, Reach, Segment, weighted_sum
 from sluice.models.kv_cache import KVCache, padded
@@ -63,7 +63,7 @@ class _Built:
 
     def __init__(self) -> None:
         self.contexts: list[Context] = []
-        self.graphs: list[Graph] = []
+        self.graphs: dict[int, Graph] = {}  # by segment
         self.bare: dict[int, Graph] = {}
         self.joined: OrderedDict[tuple[int, ...], tuple[Context, Graph]] = OrderedDict()
         self.joined_nodes = 0  # that those have room for
@@ -82,12 +82,12 @@ class SegmentGraphs:
 
     `lookahead` adds the routers of the layers ahead on this layer's residual, for prefetching. Where routes are known
     ahead, it leaves out the layers `predicted`, whose routing weights are made of `executed_scores` if they are
-    `scored`.
+    `scored`. Of a model that is divided over devices it makes the segments `only`, and looks ahead to their layers.
     """
 
     def __init__(
-        self, family: Family, workspace: Workspace, cache: KVCache, states: RecurrentState, allocator: GraphAllocator,
-        *, lookahead: bool,
+        self, family: Family, workspace: WorkspaceTensors, cache: KVCache, states: RecurrentState,
+        allocator: GraphAllocator, *, lookahead: bool, only: Collection[int] | None = None,
     ) -> None:  # fmt: skip
         self.family = family
         self.spec = family.spec
@@ -97,6 +97,10 @@ class SegmentGraphs:
         self.library = allocator.library
         self.allocator = allocator
         self.lookahead = lookahead
+        self.only = sorted(range(len(self.spec.moe_layers) + 1) if only is None else only)
+        self.layers = [
+            layer for i, layer in enumerate(self.spec.moe_layers) if i in self.only
+        ]  # whose routers are here
         self.predicted: frozenset[int] = frozenset()
         self.scored = False
         self._shapes: OrderedDict[BatchShape, _Built] = OrderedDict()
@@ -120,18 +124,17 @@ class SegmentGraphs:
 
     # --- segments
 
-    def of(self, shape: BatchShape) -> list[Graph]:
-        """The segments' graphs, one more than there are layers with experts."""
+    def of(self, shape: BatchShape) -> dict[int, Graph]:
+        """The segments' graphs by number: one more than there are layers with experts, or those that are made here."""
         built = self._shapes.get(shape)
         if built is None:
             built = _Built()
             try:
-                for i in range(len(self.spec.moe_layers) + 1):
-                    context, graph = self._segment(shape, i)
+                for i in self.only:
+                    context, built.graphs[i] = self._segment(shape, i)
                     built.contexts.append(context)
-                    built.graphs.append(graph)
-                self._make_room(built.graphs, shape)
-                for graph in built.graphs:
+                self._make_room(built.graphs.values(), shape)
+                for graph in built.graphs.values():
                     self.allocator.place(graph)
             except BaseException:
                 built.close()
@@ -212,7 +215,7 @@ class SegmentGraphs:
             else:
                 m = max(1, shape.n_wanted(moe[i - 1], spec, ws.n_outputs))
                 weights = family.routing_weights(c, moe[i - 1], *self._final(c, shape, i - 1, m))
-                if "weights" in ws.arrays:
+                if "weights" in ws.names:
                     graph.add(c.cpy(c.reshape(weights, spec.top_k, m), columns(c, ws.weights, m)))
                 outputs = c.view(ws.pairs, (spec.n_embd, spec.top_k, m))
                 total = weighted_sum(c, outputs, weights)
@@ -296,7 +299,8 @@ class SegmentGraphs:
         if not self.lookahead:
             return []
         layers = enumerate(self.spec.moe_layers[i + 1 : i + 1 + LOOKAHEAD])
-        return [(d, layer) for d, layer in layers if not (shape.ahead and layer in self.predicted)]
+        known = [(d, layer) for d, layer in layers if layer in self.layers]
+        return [(d, layer) for d, layer in known if not (shape.ahead and layer in self.predicted)]
 
     def _head(self, c: Context, graph: Graph, x: Tensor, shape: BatchShape) -> None:
         ws, n_outputs = self.workspace, shape.n_outputs
@@ -324,7 +328,7 @@ class SegmentGraphs:
 
     # --- reserving
 
-    def _make_room(self, graphs: list[Graph], shape: BatchShape) -> None:
+    def _make_room(self, graphs: Collection[Graph], shape: BatchShape) -> None:
         """Grow the scratch memory for a shape that `reserve` did not foresee: several streams' prompts in one step."""
         if len(shape.columns) == 1 or shape.n_tokens == len(shape.columns):
             return
@@ -336,19 +340,29 @@ class SegmentGraphs:
 
     def reserve(self, n_tokens: int, n_ctx: int, n_streams: int) -> None:
         """Make the allocator large enough for every graph of up to `n_tokens` prompt tokens or `n_streams` streams."""
+        for context, graph in self.largest(n_tokens, n_ctx, n_streams):
+            with context:
+                self.allocator.reserve(graph)
+
+    def probe(self, i: int, n_tokens: int, n_ctx: int) -> Iterator[tuple[Context, Graph]]:
+        """Segment `i` and what belongs to its layer, of a token and a prompt; the caller closes each one's context."""
+        for n in (1, n_tokens):
+            n_kv = padded(n_ctx)
+            near = n_kv - near_reach(self.spec, n, n_ctx) if self.spec.window else 0
+            yield self._segment(BatchShape((Columns(0, n, n_kv, near),), 1), i)
+        if i < len(self.spec.moe_layers) and self.spec.n_ff_shared:
+            yield self._shared_graph(self.spec.moe_layers[i], n_tokens)
+
+    def largest(self, n_tokens: int, n_ctx: int, n_streams: int) -> Iterator[tuple[Context, Graph]]:
+        """The graphs that no other needs more memory than; the caller closes each one's context."""
         n_kv = padded(n_ctx)
         for streams, n in ((1, n_tokens), (n_streams, 1), (n_streams, n_tokens // n_streams)):
             near = n_kv - near_reach(self.spec, n, n_ctx) if self.spec.window else 0
             shape = BatchShape(tuple(Columns(s, n, n_kv, near) for s in range(streams)), streams)
-            for i in range(len(self.spec.moe_layers) + 1):
-                context, graph = self._segment(shape, i)
-                with context:
-                    self.allocator.reserve(graph)
-        context, graph = self.head(0, self.workspace.n_outputs, place=False)
-        with context:
-            self.allocator.reserve(graph)
+            for i in self.only:
+                yield self._segment(shape, i)
+        if len(self.spec.moe_layers) in self.only:
+            yield self.head(0, self.workspace.n_outputs, place=False)
         if self.spec.n_ff_shared:
-            for layer in self.spec.moe_layers:
-                context, graph = self._shared_graph(layer, n_tokens)
-                with context:
-                    self.allocator.reserve(graph)
+            for layer in self.layers:
+                yield self._shared_graph(layer, n_tokens)

@@ -19,7 +19,7 @@ from sluice.engine.segments import BatchShape, Columns, SegmentGraphs
 from sluice.engine.workspace import Workspace
 from sluice.experts.cache import Acquired, CacheFull
 from sluice.experts.rerouting import Rerouting, reroute_together
-from sluice.experts.waves import waves
+from sluice.experts.waves import Waves, waves
 from sluice.ggml import Backend, Graph
 from sluice.models.kv_cache import KV_PADDING, padded
 from sluice.models.spec import ModelSpec
@@ -115,7 +115,7 @@ class Stepper:
         if (ahead := self.prerouting) is not None:
             ahead.begin(streams, decoding=decoding)
         shape = self._write_inputs(streams, outputs)._replace(ahead=ahead is not None and decoding)
-        segments = self.segments.of(shape)
+        segments = self._graphs(shape)
         scan = shape.n_tokens > len(streams)
         try:
             self._unweighed = 0
@@ -123,7 +123,7 @@ class Stepper:
                 kept.clear()
             for stream, position, _ in streams:
                 if position == 0 and self.spec.recurrent:
-                    self.segments.states.clear(stream)
+                    self._forget(stream)
             for i, layer in enumerate(self.spec.moe_layers):
                 if shape.ahead and shape.n_tokens == 1 and self._foretold(i, segments, shape):
                     continue
@@ -131,7 +131,7 @@ class Stepper:
                 if n := shape.n_wanted(layer, self.spec, self.workspace.n_outputs):
                     self._experts(i, shape, n, scan)
             if shape.n_outputs or self.spec.moe_layers[-1] != self.spec.n_layers - 1:
-                self._segment(segments, shape, len(segments) - 1)
+                self._segment(segments, shape, len(self.spec.moe_layers))
             logits = self._logits(shape, each)
             if ahead is not None:
                 named, right = ahead.end()
@@ -147,7 +147,15 @@ class Stepper:
             self.recent.append(step)
         return logits
 
-    def _segment(self, segments: list[Graph], shape: BatchShape, i: int) -> None:
+    def _graphs(self, shape: BatchShape) -> dict[int, Graph]:
+        """The segments' graphs of a step of that shape."""
+        return self.segments.of(shape)
+
+    def _forget(self, stream: int) -> None:
+        """Clear what recurrent layers remember of a stream."""
+        self.segments.states.clear(stream)
+
+    def _segment(self, segments: dict[int, Graph], shape: BatchShape, i: int) -> None:
         """Run segment `i`, and in its graph what was left to it."""
         self._parts.append(segments[i])
         self._run_parts(shape)
@@ -222,16 +230,8 @@ class Stepper:
 
     def _experts(self, i: int, shape: BatchShape, n: int, scan: bool) -> None:
         """Compute all pairs of the i-th layer with experts over `n` columns, each once its expert is resident."""
-        arrays, store, layer = self.workspace.arrays, self.store, self.spec.moe_layers[i]
-        if (ahead := self.prerouting) is not None and shape.ahead:
-            routed = ahead.route(layer, arrays["scores"])
-        else:
-            routed = arrays["routed"][:n]
-            routed[:] = arrays["selected"][:n]
-            if self._reroutes is not None:
-                self._reroute(self._reroutes, layer, routed)
-        if self.recorder is not None:
-            self._record(self.recorder, layer, shape, routed)
+        store, layer, ahead = self.store, self.spec.moe_layers[i], self.prerouting
+        routed = self._routed(i, shape, n)
         demand, keys, tick = self._demand(layer, routed)
         plan = waves(keys, store.n_slots, store.cache.resident)
         if self.prefetch:
@@ -248,13 +248,36 @@ class Stepper:
                 self._parts.append(shared)
             else:
                 self._compute(shared)
+        self._go_through(i, shape, n, scan, demand, plan, acquired, tick, join=shape.n_tokens == 1)
+
+    def _routed(self, i: int, shape: BatchShape, n: int) -> np.ndarray:
+        """The final routes [n, top_k] of the i-th layer with experts, whose router has spoken."""
+        arrays, layer = self.workspace.arrays, self.spec.moe_layers[i]
+        if (ahead := self.prerouting) is not None and shape.ahead:
+            routed = ahead.route(layer, arrays["scores"])
+        else:
+            routed = arrays["routed"][:n]
+            routed[:] = arrays["selected"][:n]
+            if self._reroutes is not None:
+                self._reroute(self._reroutes, layer, routed)
+        if self.recorder is not None:
+            self._record(self.recorder, layer, shape, routed)
+        return routed
+
+    def _go_through(
+        self, i: int, shape: BatchShape, n: int, scan: bool, demand: Demand, plan: Waves, acquired: Acquired, tick: int,
+        *, join: bool,
+    ) -> None:  # fmt: skip
+        """Compute the pairs of a plan's groups, of which the first is `acquired`; with `join` the last may be left to
+        the next segment."""
+        store = self.store
         for j, group in enumerate(plan.groups):
             following = None
             if plan.overlap and j + 1 < len(plan.groups):
                 following = self._acquire(plan.groups[j + 1], tick, scan)
             elif self.prefetch:
                 self._prefetch_ahead(i, shape, n, tick)
-            last = shape.n_tokens == 1 and group is plan.groups[-1]
+            last = join and group is plan.groups[-1]
             self._compute_wave(i, demand, group, acquired, n, join=last)
             if last:
                 self._held += group
@@ -276,9 +299,9 @@ class Stepper:
 
     def _reroute(self, rule: Rerouting, layer: int, routed: np.ndarray) -> None:
         """Let experts of `routed` [n_columns, top_k] that have no slot give way to ones that have, in place."""
-        slot_of, step, scores = self.store.cache.slot_of, self._ledger, self.workspace.arrays["scores"][: len(routed)]
+        step, scores = self._ledger, self.workspace.arrays["scores"][: len(routed)]
         found = reroute_together(
-            rule, routed.tolist(), scores.tolist(), lambda expert: slot_of(ExpertKey(layer, expert)) is not None,
+            rule, routed.tolist(), scores.tolist(), lambda expert: self._is_near(ExpertKey(layer, expert)),
             logits=self.spec.gating == "chosen",
         )  # fmt: skip
         if found.substituted:
@@ -288,7 +311,11 @@ class Stepper:
         step.substituted += found.substituted
         step.reroute_kl += found.divergence
 
-    def _foretold(self, i: int, segments: list[Graph], shape: BatchShape) -> bool:
+    def _is_near(self, key: ExpertKey) -> bool:
+        """No read has to be begun for `key`."""
+        return self.store.cache.slot_of(key) is not None
+
+    def _foretold(self, i: int, segments: dict[int, Graph], shape: BatchShape) -> bool:
         """The i-th layer with experts of a single token, if its route is known; False if not, and nothing was done.
 
         What it takes is left to run with the next segment as long as all its experts are there: consecutive layers then
@@ -373,7 +400,7 @@ class Stepper:
     def _prefetch_ahead(self, i: int, shape: BatchShape, n: int, tick: int) -> None:
         """Start reading what the layers after the i-th with experts will likely want, what is wanted most first."""
         moe, ws = self.spec.moe_layers, self.workspace
-        for d, layer in self.segments.looks_ahead(shape, i):
+        for d, layer in self._looks_ahead(shape, i):
             guess = ws.arrays["predicted"][d * ws.n_tokens : d * ws.n_tokens + n]
             wanted = shape.n_wanted(layer, self.spec, ws.n_outputs)
             guess = guess[ws.arrays["outputs"][:wanted]] if wanted < n else guess.copy()
@@ -381,7 +408,14 @@ class Stepper:
             ranked = _ranked(guess)
             # the further ahead, the less sure: only the better half is worth a read that may be wasted
             ranked = ranked[: max(1, len(ranked) >> d)]
-            self.store.prefetch([ExpertKey(layer, e) for e in ranked], tick - moe[i] + layer)
+            self.store.prefetch(self._below([ExpertKey(layer, e) for e in ranked]), tick - moe[i] + layer)
+
+    def _below(self, keys: list[ExpertKey]) -> list[ExpertKey]:
+        """Those of `keys` that would have to lie in RAM."""
+        return keys
+
+    def _looks_ahead(self, shape: BatchShape, i: int) -> list[tuple[int, int]]:
+        return self.segments.looks_ahead(shape, i)
 
     def _compute_wave(
         self, i: int, demand: Demand, group: list[ExpertKey], acquired: Acquired, n: int, *, join: bool

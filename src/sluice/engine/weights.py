@@ -1,10 +1,10 @@
-"""Reads a model's dense tensors into resident memory, past the page cache; knows no experts and no graphs."""
+"""Reads a model's dense tensors into memory, or a device's, past the page cache; knows no experts and no graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from sluice.ggml import Buffer, Context, Library, Tensor
+from sluice.ggml import Buffer, Context, Device, DeviceTensors, Library, Tensor
 from sluice.ggml.backend import ALIGNMENT
 from sluice.gguf import GgufFile, TensorInfo
 from sluice.io.aligned import AlignedBuffer
@@ -31,7 +31,7 @@ class DenseWeights:
     """The tensors by name, with their data; a context manager."""
 
     def __init__(self, library: Library, tensors: list[TensorInfo]) -> None:
-        self.n_bytes = dense_bytes(tensors)
+        self.n_bytes = max(PAGE_BYTES, dense_bytes(tensors))
         self._memory = AlignedBuffer(self.n_bytes)
         self._buffer = Buffer(library, self._memory.address, self.n_bytes)
         self._context = Context(library, len(tensors))
@@ -80,4 +80,37 @@ class DenseWeights:
     def close(self) -> None:
         self._context.close()
         self._buffer.close()
+        self._memory.close()
+
+
+class DeviceWeights:
+    """The tensors by name in a device's memory; a context manager."""
+
+    def __init__(self, device: Device, tensors: list[TensorInfo]) -> None:
+        self._tensors = sorted(tensors, key=lambda t: (t.file, t.offset))
+        self._context = Context(device.library, len(tensors))
+        self.tensors: dict[str, Tensor] = {
+            info.name: self._context.tensor(info.type, *info.shape) for info in self._tensors
+        }
+        self._memory = DeviceTensors(device, self._context, weights=True)
+        self.n_bytes = self._memory.n_bytes
+
+    def load(self, files: ModelFiles) -> None:
+        """Read every tensor's data, a piece at a time, through the host. Raises ReadError."""
+        with AlignedBuffer(PIECE_BYTES) as scratch, AlignedBuffer(PIECE_BYTES) as piece:
+            for info in self._tensors:
+                for at in range(0, info.n_bytes, PIECE_BYTES):
+                    view = piece.view[: min(PIECE_BYTES, info.n_bytes - at)]
+                    files.read_exact(info.file, info.offset + at, view, scratch)
+                    self._memory.write(self.tensors[info.name], view, at)
+                    view.release()
+
+    def __enter__(self) -> DeviceWeights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._context.close()
         self._memory.close()

@@ -5,15 +5,16 @@ Every tensor has a numpy array over the same bytes, so writing an input is an as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from sluice.ggml import Buffer, Context, GgmlType, Library, Tensor
-from sluice.io.aligned import AlignedBuffer
+from sluice.ggml import Context, Device, DeviceTensors, GgmlType, Library, Tensor
 from sluice.models.kv_cache import KV_PADDING, padded
 from sluice.models.spec import ModelSpec
+from sluice.models.tensor_memory import HostMemory, page_aligned
 
 # Prompt chunks end at absolute multiples of this many positions, whatever the budget: a row's bits depend on how many
 # rows its attention kernel sees (DESIGN: flash attention takes another kernel from 64 rows on).
@@ -80,11 +81,11 @@ def workspace_bytes(
 ) -> int:  # fmt: skip
     sizes = {GgmlType.F32: 4, GgmlType.F16: 2, GgmlType.I32: 4, GgmlType.I64: 8}
     shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording, ahead, expert_ids).values()
-    return sum(-(-sizes[t] * int(np.prod(shape)) // 4096) * 4096 for t, *shape in shapes)
+    return sum(page_aligned(sizes[t] * math.prod(shape)) for t, *shape in shapes)
 
 
-class Workspace:
-    """Tensors as attributes, their arrays (slowest dimension first) under `arrays`; a context manager.
+class WorkspaceTensors:
+    """The tensors of a workspace as attributes; `names` are those that there are.
 
     `expert_ids`: graphs of pairs want experts' numbers, not only their slots, as for biases of experts.
     """
@@ -123,21 +124,31 @@ class Workspace:
     ) -> None:  # fmt: skip
         self.n_tokens = n_tokens
         self.n_outputs = n_outputs
-        self.n_bytes = workspace_bytes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording, ahead, expert_ids)
-        self._memory = AlignedBuffer(self.n_bytes)
-        self._buffer = Buffer(library, self._memory.address, self.n_bytes)
-        shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording, ahead, expert_ids)
-        self._context = Context(library, len(shapes))
+        self.shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording, ahead, expert_ids)
+        self._add(library)
+
+    def listed_at(self, spec: ModelSpec, layer: int) -> int:
+        """Where the pairs of a single token in `layer` are listed in pair_slots and pair_rows."""
+        return spec.moe_layers.index(layer) * spec.top_k
+
+    def _add(self, library: Library) -> None:
+        self.names = frozenset(self.shapes)
+        self.context = Context(library, len(self.shapes))
+        for name, (type, *shape) in self.shapes.items():
+            setattr(self, name, self.context.tensor(type, *shape))
+
+
+class Workspace(WorkspaceTensors):
+    """In the host's memory, with the tensors' arrays (slowest dimension first) under `arrays`; a context manager."""
+
+    def _add(self, library: Library) -> None:
+        super()._add(library)
+        tensors = [getattr(self, name) for name in self.shapes]
+        self._memory = HostMemory(library, tensors)
+        self.n_bytes = self._memory.n_bytes
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
-        at = 0
-        for name, (type, *shape) in shapes.items():
-            tensor = self._context.tensor(type, *shape)
-            self._buffer.place(tensor, at)
-            count = int(np.prod(shape))
-            flat = np.frombuffer(self._memory.view, _DTYPES[type], count, at)
-            setattr(self, name, tensor)
-            self.arrays[name] = flat.reshape(shape[::-1])
-            at += -(-tensor.n_bytes // 4096) * 4096
+        for (name, (type, *shape)), tensor in zip(self.shapes.items(), tensors, strict=True):
+            self.arrays[name] = self._memory.flat(tensor, _DTYPES[type], math.prod(shape)).reshape(shape[::-1])
 
     def __enter__(self) -> Workspace:
         return self
@@ -147,8 +158,56 @@ class Workspace:
 
     def close(self) -> None:
         self.arrays.clear()
-        self._context.close()
-        self._buffer.close()
+        self.context.close()
+        self._memory.close()
+
+
+class DeviceWorkspace(WorkspaceTensors):
+    """The tensors of `host`, a workspace, once more in a device's memory; a context manager.
+
+    Rows computed on the host arrive `packed`, with their numbers among all pairs as `packed_rows`.
+    """
+
+    packed: Tensor
+    packed_rows: Tensor
+
+    def __init__(self, host: Workspace, device: Device, spec: ModelSpec, packed: int) -> None:
+        self.n_tokens = host.n_tokens
+        self.n_outputs = host.n_outputs
+        own = {"packed": (GgmlType.F32, spec.n_embd, packed), "packed_rows": (GgmlType.I64, packed)}
+        self.shapes = host.shapes | own
+        self._host = host
+        self._add(device.library)
+        self._memory = DeviceTensors(device, self.context)
+        self.n_bytes = self._memory.n_bytes
+
+    def __enter__(self) -> DeviceWorkspace:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def listed_at(self, spec: ModelSpec, layer: int) -> int:
+        """At the start: devices want tensors to begin at multiples of up to 256 bytes, and run one layer at a time."""
+        return 0
+
+    def put(self, name: str, n: int, start: int = 0) -> None:
+        """Bring `n` columns (elements of a vector) of the host's tensor of that name here, from `start` on."""
+        array = self._host.arrays[name][start : start + n]
+        self._memory.write(getattr(self, name), array, start * array.strides[0])
+
+    def get(self, name: str, n: int, start: int = 0) -> None:
+        """Take `n` columns of a tensor to the host's of the same name."""
+        array = self._host.arrays[name][start : start + n]
+        self._memory.read(getattr(self, name), array, start * array.strides[0])
+
+    def pack(self, outputs: np.ndarray, rows: np.ndarray) -> None:
+        """Bring `outputs` [n, n_embd] float32 and the numbers of their `rows` [n] int64 here."""
+        self._memory.write(self.packed, outputs)
+        self._memory.write(self.packed_rows, rows)
+
+    def close(self) -> None:
+        self.context.close()
         self._memory.close()
 
 

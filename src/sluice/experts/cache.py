@@ -249,6 +249,17 @@ class ExpertCache:
             raise CacheFull(f"{len(absent)} experts to preload and {len(self._free)} free slots")
         return [self._start(key, PRELOAD_DEADLINE, False)[1] for key in absent]
 
+    def discard(self, key: ExpertKey) -> bool:
+        """Free the slot of `key`, which lies elsewhere too. False, and nothing is done, unless it could be evicted.
+
+        It is not counted as an eviction: nothing has to be read again for it.
+        """
+        if key not in self._entries or not self._is_evictable(key):
+            return False
+        self._n_evictable -= 1
+        self._leave(self._entries[key])
+        return True
+
     def eviction_order(self) -> list[ExpertKey]:
         """The resident experts in the order in which the policy would give them up now. Changes nothing.
 

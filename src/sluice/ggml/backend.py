@@ -9,6 +9,7 @@ from sluice.errors import GgmlError
 from sluice.ggml.library import ThreadPoolParams
 
 if TYPE_CHECKING:
+    from sluice.ggml.device import DeviceBackend
     from sluice.ggml.library import Library
     from sluice.ggml.tensor import Context, Graph, Tensor
 
@@ -102,7 +103,7 @@ class GraphAllocator:
     (it counts the moves). `place` never moves it: it refuses a graph that does not fit.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend | DeviceBackend) -> None:
         self.library = backend.library
         self._ptr: int | None = self.library.ggml_gallocr_new(
             self.library.ggml_backend_get_default_buffer_type(backend.ptr)

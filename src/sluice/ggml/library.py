@@ -8,8 +8,12 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sluice.errors import GgmlError
+
+if TYPE_CHECKING:
+    from sluice.ggml.device import Device
 
 OLDEST, NEWEST_TRIED = (0, 20, 2), (0, 26, 0)
 
@@ -146,22 +150,16 @@ CPU_FEATURES = (
 
 
 class Library:
-    """ggml's functions as attributes, with their C types declared. `path` is the folder they came from."""
+    """ggml's functions as attributes, with their C types declared. `path` is the folder or file they came from."""
 
     def __init__(self, base: C.CDLL, cpu: C.CDLL, path: Path) -> None:
         self.path = path
+        self.base = base
+        self.known_devices: list[Device] | None = None  # see device.py; None: nobody has asked
         # With its default the log callback prints "gguf_init: ..." lines to stderr; our one-line errors replace them.
         self._silent = C.CFUNCTYPE(None, i32, text, ptr)(lambda level, message, user: None)
-        for library, table in ((base, _BASE), (cpu, _CPU)):
-            for name, (result, *arguments) in table.items():
-                try:
-                    function = getattr(library, name)
-                except AttributeError:
-                    raise GgmlError(
-                        f"the ggml in {path} has no {name}: use libggml-python 0.20.2 to 0.25.1, or a build of that age"
-                    ) from None
-                function.restype, function.argtypes = result, arguments
-                setattr(self, name, function)
+        self.declare(_BASE)
+        self.declare(_CPU, cpu)
         for name in ("ggml_type_size", "ggml_blck_size"):  # asked for many times for each tensor of a graph
             setattr(self, name, functools.cache(getattr(self, name)))
         log_set = base.ggml_log_set
@@ -176,6 +174,23 @@ class Library:
             )
         self.tried = numbers <= NEWEST_TRIED
 
+    def declare(self, calls: dict[str, tuple], library: C.CDLL | None = None) -> None:
+        """Make `calls`, by name their result's and arguments' types, attributes: of `library`, or of ggml-base."""
+        for name, (result, *arguments) in calls.items():
+            try:
+                function = getattr(library or self.base, name)
+            except AttributeError:
+                raise GgmlError(
+                    f"the ggml in {self.path} has no {name}: use libggml-python 0.20.2 to 0.25.1, or one of that age"
+                ) from None
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    @property
+    def folder(self) -> Path:
+        """Where its libraries lie, and those of other backends beside them."""
+        return self.path if self.path.is_dir() else self.path.parent
+
     def __getattr__(self, name: str):  # for type checkers: the calls are set in __init__
         raise AttributeError(name)
 
@@ -189,7 +204,7 @@ class Library:
         return found
 
 
-def _find(folder: Path, part: str) -> list[Path]:
+def find_libraries(folder: Path, part: str) -> list[Path]:
     """The libraries `ggml-PART` or `ggml-PART-VARIANT` of a folder, searched a few levels deep."""
     suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
     for depth in ("", "*/", "*/*/"):
@@ -220,7 +235,7 @@ def _best(variants: list[Path]) -> C.CDLL:
 
 
 def _load_folder(folder: Path) -> Library:
-    base, cpus = _find(folder, "base"), _find(folder, "cpu")
+    base, cpus = find_libraries(folder, "base"), find_libraries(folder, "cpu")
     if not base or not cpus:
         raise GgmlError(f"no ggml-base and ggml-cpu library in {folder}: name the folder that holds them")
     # ggml-cpu needs ggml-base by its soname, which the loader finds because base is in the process already
@@ -229,7 +244,7 @@ def _load_folder(folder: Path) -> Library:
 
 def _load_file(path: Path) -> Library:
     """One library that holds everything, or a CPU variant with ggml-base beside it."""
-    base = _find(path.parent, "base")
+    base = find_libraries(path.parent, "base")
     if base:
         return Library(C.CDLL(str(base[0])), C.CDLL(str(path)), path)
     whole = C.CDLL(str(path))

@@ -146,6 +146,12 @@ class Context:
             self.library.ggml_free(self._ptr)
             self._ptr = None
 
+    @property
+    def ptr(self) -> int:
+        if not self._ptr:
+            raise GgmlError("the context is closed")
+        return self._ptr
+
     def graph(self) -> Graph:
         return Graph(self, self.library.ggml_new_graph_custom(self._ptr, self.n_nodes, False), self.n_nodes)
 

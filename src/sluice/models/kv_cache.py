@@ -1,4 +1,4 @@
-"""Keys and values of every position, for all layers and streams, in one block of memory; knows no attention.
+"""Keys and values of every position, for layers and streams; knows no attention.
 
 Each layer that attends has one tensor of keys and one of values with a row per position; stream s owns the rows
 [s × n_ctx, (s + 1) × n_ctx). Rows are written by index and read through views, so graphs are reused.
@@ -6,12 +6,12 @@ Each layer that attends has one tensor of keys and one of values with a row per 
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Collection
 
-from sluice.ggml import Buffer, Context, GgmlType, Library, Tensor
+from sluice.ggml import Context, Device, GgmlType, Library, Tensor
 from sluice.ggml.tensor import row_bytes
-from sluice.io.aligned import AlignedBuffer
 from sluice.models.spec import ModelSpec
+from sluice.models.tensor_memory import lay, page_aligned
 
 KV_TYPES = {"f16": GgmlType.F16, "f32": GgmlType.F32, "q8_0": GgmlType.Q8_0, "q4_0": GgmlType.Q4_0}
 # Lengths are padded to this many positions before attention, masked: a graph is rebuilt only when the padding changes.
@@ -22,12 +22,17 @@ def padded(n: int) -> int:
     return -(-n // KV_PADDING) * KV_PADDING
 
 
-def kv_bytes(spec: ModelSpec, library: Library, types: tuple[GgmlType, GgmlType], n_ctx: int, n_streams: int) -> int:
-    """Bytes that a cache of `n_streams` × `n_ctx` positions takes."""
+def kv_bytes(
+    spec: ModelSpec, library: Library, types: tuple[GgmlType, GgmlType], n_ctx: int, n_streams: int,
+    layers: Collection[int] | None = None,
+) -> int:  # fmt: skip
+    """Bytes that a cache of `n_streams` × `n_ctx` positions takes, for all layers or for `layers`."""
     rows, total = padded(n_ctx) * n_streams, 0
     for layer in spec.attending:
+        if layers is not None and layer not in layers:
+            continue
         for type, width in zip(types, _widths(spec, layer), strict=True):
-            total += _aligned(row_bytes(library, type, width) * rows) if width else 0
+            total += page_aligned(row_bytes(library, type, width) * rows) if width else 0
     return total
 
 
@@ -37,32 +42,28 @@ def _widths(spec: ModelSpec, layer: int) -> tuple[int, int]:
     return shape.width_k, 0 if spec.values_in_keys else shape.width_v
 
 
-def _aligned(n: int) -> int:
-    return -(-n // 4096) * 4096
-
-
 class KVCache:
-    """A context manager; `n_ctx` is rounded up to the padding."""
+    """A context manager; `n_ctx` is rounded up to the padding. Of `layers` only, and in `device`'s memory, if given."""
 
     def __init__(
-        self, library: Library, spec: ModelSpec, types: tuple[GgmlType, GgmlType], n_ctx: int, n_streams: int
-    ) -> None:
+        self, library: Library, spec: ModelSpec, types: tuple[GgmlType, GgmlType], n_ctx: int, n_streams: int, *,
+        layers: Collection[int] | None = None, device: Device | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self.n_ctx = padded(n_ctx)
-        self._memory = AlignedBuffer(kv_bytes(spec, library, types, n_ctx, n_streams))
-        self._buffer = Buffer(library, self._memory.address, self._memory.n_bytes)
         self._context = Context(library, 2 * spec.n_layers)
         self._k: dict[int, Tensor] = {}
         self._v: dict[int, Tensor] = {}
-        self._places: list[tuple[Tensor, int]] = []  # with their offsets in the memory
-        at, rows = 0, self.n_ctx * n_streams
+        rows = self.n_ctx * n_streams
         for layer in spec.attending:
+            if layers is not None and layer not in layers:
+                continue
             for tensors, type, width in zip((self._k, self._v), types, _widths(spec, layer), strict=True):
                 if width:
-                    tensors[layer] = tensor = self._context.tensor(type, width, rows)
-                    self._buffer.place(tensor, at)
-                    self._places.append((tensor, at))
-                    at += _aligned(tensor.n_bytes)
+                    tensors[layer] = self._context.tensor(type, width, rows)
+        self._tensors = [*self._k.values(), *self._v.values()]
+        self._memory = lay(library, self._context, self._tensors, device)
+        self.n_bytes = self._memory.n_bytes
 
     def __enter__(self) -> KVCache:
         return self
@@ -86,12 +87,10 @@ class KVCache:
 
     def copy(self, source: int, target: int, n: int) -> None:
         """Have the stream `target` begin with the first `n` positions of `source`."""
-        for tensor, at in self._places:
+        for tensor in self._tensors:
             row = tensor.strides[1]
-            start = self._memory.address + at
-            ctypes.memmove(start + target * self.n_ctx * row, start + source * self.n_ctx * row, n * row)
+            self._memory.copy(tensor, source * self.n_ctx * row, target * self.n_ctx * row, n * row)
 
     def close(self) -> None:
         self._context.close()
-        self._buffer.close()
         self._memory.close()

@@ -1,0 +1,277 @@
+"""A device's share of a model: its segments' weights, keys and values, workspace and graphs. It runs no steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sluice.config import format_size
+from sluice.engine.division import last_layers, layers_of, wanted
+from sluice.engine.pairs import PAIR_LIMIT, PairGraphs
+from sluice.engine.segments import SegmentGraphs
+from sluice.engine.weights import DeviceWeights
+from sluice.engine.workspace import DeviceWorkspace, Workspace
+from sluice.errors import BudgetError, GgmlError
+from sluice.experts.policies import make_policy
+from sluice.ggml import Context, Device, DeviceBackend, GgmlType, Graph, GraphAllocator
+from sluice.gguf import GgufFile, TensorInfo
+from sluice.io.files import ModelFiles
+from sluice.models.blocks import Family
+from sluice.models.kv_cache import KVCache
+from sluice.models.recurrent import RecurrentState
+from sluice.models.spec import ModelSpec
+from sluice.store import ExpertStore
+from sluice.vram import Bank, DevicePool, Kind, fitted, kinds, slot_bytes
+
+SCATTER_TENSORS = 6
+KEPT_SCATTERS = 16
+
+
+class Sizes(NamedTuple):
+    """What the graphs of an engine are made for."""
+
+    n_tokens: int
+    n_ctx: int
+    streams: int
+    kv_types: tuple[GgmlType, GgmlType]
+    lookahead: bool
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Segments that a device could not take, as it lacks `operation`."""
+
+    segments: frozenset[int]
+    operation: str
+
+
+class DeviceSite:
+    """`segments` of a model on `device`; a context manager.
+
+    `n_bytes` is what it takes there, `lacks` what it can't run. Nothing is read into it before `load`, and
+    there are no slots for experts before `make_pool`.
+    """
+
+    def __init__(
+        self, device: Device, family_type: type[Family], spec: ModelSpec, dense: Sequence[TensorInfo], host: Workspace,
+        sizes: Sizes, segments: Collection[int],
+    ) -> None:  # fmt: skip
+        self.device = device
+        self.spec = spec
+        self.sizes = sizes
+        self.segment_numbers = frozenset(segments)
+        self._stack = ExitStack()
+        self._busy = False
+        self._scatters: OrderedDict[int, tuple[Context, Graph]] = OrderedDict()
+        self.pool: DevicePool | None = None
+        self.pairs: dict[int, list[PairGraphs]] = {}  # by layer, a bank's each
+        enter = self._stack.enter_context
+        try:
+            self.backend = enter(DeviceBackend(device))
+            self.weights = enter(DeviceWeights(device, wanted(dense, spec, segments)))
+            self.family = family_type(spec, self.weights.tensors)
+            layers = layers_of(spec, segments)
+            library = device.library
+            self.cache = enter(
+                KVCache(library, spec, sizes.kv_types, sizes.n_ctx, sizes.streams, layers=layers, device=device)
+            )
+            self.states = enter(RecurrentState(library, spec, sizes.streams, layers=layers, device=device))
+            self.workspace = enter(DeviceWorkspace(host, device, spec, PAIR_LIMIT))
+            self.allocator = enter(GraphAllocator(self.backend))
+            self.segments = enter(
+                SegmentGraphs(
+                    self.family, self.workspace, self.cache, self.states, self.allocator, lookahead=sizes.lookahead,
+                    only=segments,
+                )
+            )  # fmt: skip
+            self.lacks = self._lacks()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> DeviceSite:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for context, _ in self._scatters.values():
+            context.close()
+        self._scatters.clear()
+        self._stack.close()
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """The layers with experts whose routers are here: their experts may have slots here."""
+        return self.segments.layers
+
+    @property
+    def n_bytes(self) -> int:
+        held = self.weights.n_bytes + self.cache.n_bytes + self.states.n_bytes
+        return held + self.workspace.n_bytes + self.allocator.n_bytes + (self.pool.n_bytes if self.pool else 0)
+
+    def _lacks(self) -> Lack | None:
+        """What of the segments the device can't run, and make room for the graphs if it can run all."""
+        missing, operation = set(), ""
+        for context, graph in self.segments.largest(self.sizes.n_tokens, self.sizes.n_ctx, self.sizes.streams):
+            with context:
+                if (lacking := self.device.unsupported(graph)) is not None:
+                    operation = operation or lacking
+        if operation:
+            for i in self.segment_numbers:
+                probe = self.segments.probe(i, self.sizes.n_tokens, self.sizes.n_ctx)
+                for context, graph in probe:
+                    with context:
+                        if self.device.unsupported(graph) is not None:
+                            missing.add(i)
+            return Lack(frozenset(missing or self.segment_numbers), operation)
+        self.segments.reserve(self.sizes.n_tokens, self.sizes.n_ctx, self.sizes.streams)
+        return None
+
+    # --- experts
+
+    def reserve_pairs(self, parts: dict[Kind, list[int]], n_pairs: int) -> str | None:
+        """Make room for graphs of pairs of each kind. The operation that the device lacks for them, if it lacks one."""
+        with Context(self.device.library, 3 * max(1, len(parts))) as slots:
+            for kind, layers in parts.items():
+                graphs = PairGraphs(
+                    self.family, self.workspace, Bank(slots, kind, 1), self.allocator, layers=layers[:1]
+                )
+                for n in (1, n_pairs):
+                    for context, graph in graphs.largest(n):
+                        with context:
+                            if (lacking := self.device.unsupported(graph)) is not None:
+                                return lacking
+                            self.allocator.reserve(graph)
+        return None
+
+    def make_pool(
+        self, store: ExpertStore, parts: dict[Kind, list[int]], room: int, policy: str, n_pairs: int
+    ) -> None:  # fmt: skip
+        """Slots for experts of the layers `parts`, in `room` bytes."""
+        spec = self.spec
+        slots = fitted(room, {kind: slot_bytes(self.device, kind) for kind in parts}, parts, spec.n_expert)
+        policies = {kind: make_policy(policy, n_slots=max(1, n), n_layers=spec.n_layers) for kind, n in slots.items()}
+        self.pool = self._stack.enter_context(DevicePool(self.device, slots, parts, store, policies))
+        for group in self.pool.groups:
+            graphs = [
+                self._stack.enter_context(
+                    PairGraphs(self.family, self.workspace, bank, self.allocator, layers=group.layers)
+                )
+                for bank in group.banks
+            ]
+            for each in graphs:
+                each.reserve(n_pairs)
+            self.pairs.update(dict.fromkeys(group.layers, graphs))
+
+    def load(self, files: ModelFiles) -> None:
+        self.weights.load(files)
+
+    # --- work
+
+    def start(self, graph: Graph) -> None:
+        """Have the device run `graph` while the host goes on."""
+        self.wait()
+        self._busy = True
+        self.backend.start(graph)
+
+    def wait(self) -> None:
+        """Until it has done what it was given."""
+        if self._busy:
+            self._busy = False
+            self.backend.wait()
+
+    def compute(self, graph: Graph) -> None:
+        self.start(graph)
+        self.wait()
+
+    def put(self, name: str, n: int, start: int = 0) -> None:
+        """Bring columns of a tensor of the host's workspace here, once nothing here reads the old ones."""
+        self.wait()
+        self.workspace.put(name, n, start)
+
+    def get(self, name: str, n: int, start: int = 0) -> None:
+        self.wait()
+        self.workspace.get(name, n, start)
+
+    def scatter(self, outputs: np.ndarray, rows: np.ndarray) -> None:
+        """Write pairs' `outputs` [n, n_embd], computed on the host, to the `rows` of all pairs here."""
+        for at in range(0, len(rows), PAIR_LIMIT):
+            some = rows[at : at + PAIR_LIMIT]
+            self.wait()
+            self.workspace.pack(np.ascontiguousarray(outputs[some]), some)
+            self.start(self._scatter(len(some)))
+
+    def _scatter(self, n: int) -> Graph:
+        kept = self._scatters
+        if n not in kept:
+            if len(kept) >= KEPT_SCATTERS:
+                kept.popitem(last=False)[1][0].close()
+            ws, c = self.workspace, Context(self.device.library, SCATTER_TENSORS, n_graphs=1)
+            graph = c.graph()
+            packed = c.view(ws.packed, (self.spec.n_embd, n))
+            graph.add(c.set_rows(ws.pairs, packed, c.view(ws.packed_rows, (n,))))
+            kept[n] = self.allocator.placed(c, graph)
+        kept.move_to_end(n)
+        return kept[n][1]
+
+
+def open_site(
+    device: Device, file: GgufFile, family_type: type[Family], spec: ModelSpec, dense: Sequence[TensorInfo],
+    host: Workspace, sizes: Sizes, *, gpu_layers: int | None, cpu_moe_layers: int, vram: int, n_pairs: int,
+    note: list[str],
+) -> tuple[DeviceSite, dict[Kind, list[int]]] | None:  # fmt: skip
+    """The share of a model that `vram` bytes hold, of at most `gpu_layers` layers; and the kinds of its experts.
+
+    The first `cpu_moe_layers` layers' experts get no slots there. None where not one layer fits or can be run;
+    `note` gets a line for what is left to the processor and why. Raises BudgetError if `gpu_layers` are given and
+    don't fit.
+    """
+    most = spec.n_layers if gpu_layers is None else min(gpu_layers, spec.n_layers)
+    lacking: set[int] = set()
+    n = most
+    while n > 0:
+        segments = last_layers(spec, n) - lacking
+        if not segments:
+            break
+        least = sum(info.n_bytes for info in wanted(dense, spec, segments))
+        if least > vram:
+            n -= 1
+            continue
+        try:
+            site = DeviceSite(device, family_type, spec, dense, host, sizes, segments)
+        except GgmlError:
+            if n == 1:
+                raise
+            n -= 1
+            continue
+        if site.lacks is not None:
+            site.close()
+            lacking |= site.lacks.segments
+            note.append(
+                f"{device.name} lacks {site.lacks.operation}: "
+                f"{len(site.lacks.segments)} of {len(spec.moe_layers) + 1} parts of the model stay on the processor"
+            )
+            continue
+        own = {layer: found for layer in site.moe_layers if (found := file.expert_parts(layer)) is not None}
+        parts = kinds(own, [layer for layer in own if layer >= cpu_moe_layers])
+        if (operation := site.reserve_pairs(parts, n_pairs)) is not None:
+            note.append(f"{device.name} lacks {operation} for experts: they stay on the processor")
+            parts = {}
+        if site.n_bytes <= vram:
+            return site, parts
+        site.close()
+        n -= 1
+    if gpu_layers:
+        raise BudgetError(
+            f"--vram {format_size(vram)} can't hold the last {most} layers' attention and keys on {device.name}: "
+            f"leave out --gpu-layers, or raise --vram or lower --ctx"
+        )
+    note.append(f"{device.name} takes no layer in {format_size(vram)}: all is computed on the processor")
+    return None
