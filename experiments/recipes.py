@@ -87,8 +87,8 @@ LATE: dict[str, Any] = {"loss": "set", "weight": 0.6, "slots": 4, "anneal": "lat
 # The paper's three strengths of its loss, then tries of ours at its gate: what each changes of the base's recipe.
 LOCALITY: Mapping[str, tuple[str, Sections]] = {
     "weak": ("chance that neighbours draw the same expert, λ 0.1", {"locality": {"loss": "overlap", "weight": 0.1}}),
-    "medium": ("the same, λ 0.4", {"locality": {"loss": "overlap", "weight": 0.4}}),
-    "strong": ("the same, λ 1.6", {"locality": {"loss": "overlap", "weight": 1.6}}),
+    "medium": ("chance that neighbours draw the same expert, λ 0.4", {"locality": {"loss": "overlap", "weight": 0.4}}),
+    "strong": ("chance that neighbours draw the same expert, λ 1.6", {"locality": {"loss": "overlap", "weight": 1.6}}),
     "margin": (
         "only where the router is nearly indifferent, against an LRU of its layer's own, λ rising over the second half",
         {"locality": {"loss": "margin", "weight": 1.0, "slots": 4, "anneal": "late"}},
@@ -108,6 +108,10 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
     "distill": (
         "as late, and half of the loss is the base model's distribution",
         {"locality": LATE, "distill": {"weight": 0.5}},
+    ),
+    "gentle": (
+        "chance that neighbours draw the same expert, λ 0.2; half of the loss is the base model's distribution",
+        {"locality": {"loss": "overlap", "weight": 0.2}, "distill": {"weight": 0.5}},
     ),
 }  # fmt: skip
 DOMAIN: Sections = {"domain": {"weight": 0.3, "prior": 2.0}}

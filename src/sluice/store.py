@@ -150,11 +150,10 @@ class ExpertStore:
         """The bytes of a slot."""
         return self._memory.view[slot * self._stride : (slot + 1) * self._stride]
 
-    def put(self, key: ExpertKey, data: bytes) -> bool:
-        """Have `key`, which is absent, in a free slot, with `data` as the slot's bytes. False where none is free."""
-        if self.cache.slot_of(key) is not None or not self.cache.n_free:
+    def filled(self, read: Read | None, data: bytes) -> bool:
+        """Carry out a read by copying `data`, the bytes of a slot. False where there is none."""
+        if read is None:
             return False
-        [read] = self.cache.preload([key])
         self.slot_view(read.slot)[:] = data
         self.cache.complete(read)
         return True

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice.experts.policies import Policy
-from sluice.experts.tiers import Rise, UpperLevel
+from sluice.experts.tiers import Rise, UpperLevel, come_down, settle
 from sluice.ggml import Context, Device, DeviceTensors, GgmlType, Tensor
 from sluice.gguf import ExpertPart
 from sluice.store import ExpertStore
-from sluice.types import ExpertKey
 
 MATRICES = 3  # gate, up, down
 Kind = tuple[tuple[GgmlType, int, int], ...]  # type, n_in and n_out of each matrix
@@ -126,19 +125,22 @@ class DevicePool:
         assert self._memory is not None, "a pool without slots is not asked"
         return self._memory
 
-    def swap(self, key: ExpertKey, rise: Rise, source: int) -> bool:
-        """`lift` an expert that leaves the pool in RAM, and put who goes down where it was: whether anyone was kept.
-
-        The expert must not be pinned below. Who goes down is lost where its place is held by a read.
-        """
-        down, group = rise.down, self._group_of[key.layer]
-        kept = None if down is None else bytes(self.take_down(down.layer, rise.read.slot))
+    def swap(self, rise: Rise, source: int) -> bool:
+        """Copy an expert up for good, and who goes down to where `settle` says: whether anyone was kept."""
+        level, store = self._group_of[rise.read.key.layer].level, self.store
+        kept = b"" if rise.down is None else bytes(self.take_down(rise.down.layer, rise.read.slot))
         self.lift(rise, source)
-        group.level.arrived(rise.read)
-        if not self.store.cache.discard(key):
-            group.level.stays_below(key)
-            return False
-        return kept is not None and down is not None and self.store.put(down, kept)
+        return store.filled(settle(level, store.cache, rise), kept)
+
+    def pass_through(self, rise: Rise, source: int) -> bool:
+        """Copy an expert up for one step, and who goes down to a free slot: whether anyone was kept."""
+        level, store, down = self._group_of[rise.read.key.layer].level, self.store, rise.down
+        read = come_down(store.cache, down)
+        if read is not None and down is not None:
+            store.filled(read, bytes(self.take_down(down.layer, rise.read.slot)))
+        self.lift(rise, source)
+        level.arrived(rise.read)
+        return read is not None
 
     def close(self) -> None:
         self._context.close()

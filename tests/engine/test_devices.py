@@ -20,6 +20,9 @@ from sluice.engine.device_site import DeviceSite
 from sluice.errors import BudgetError, GgmlError, InputError, ReadError
 from sluice.ggml import Device, Graph, devices, load_library
 from sluice.io.files import ModelFiles
+from sluice.lab.replay import Demands
+from sluice.lab.tiers import TierSlots, replay_tiers
+from sluice.trace import TraceReader
 from sluice.vram import DevicePool
 
 MiB = 1 << 20
@@ -152,6 +155,34 @@ def test_experts_move_between_disk_ram_and_device(many: Path, vulkan_ggml: Path,
     assert decode["device_hits"] + decode["demands"] == decode["token_demands"]
     # near ties of routers may fall otherwise where experts are computed elsewhere
     assert np.median(apart(found, roomy)) < NEAR
+
+
+@pytest.mark.parametrize("slots", [4, 7, 12])
+@pytest.mark.parametrize("share", [0.3, 0.75])
+def test_the_simulator_counts_what_the_engine_does(
+    many: Path, vulkan_ggml: Path, device: str, tmp_path: Path, slots: int, share: float
+) -> None:
+    trace, bytes_of_slots = tmp_path / "t.trace", (24 * 4 + 24 * 2) * 3 * 64 * 64
+    with divided(many, vulkan_ggml, device, gpu_layers=3) as engine:
+        assert engine.device is not None
+        vram = engine.device["bytes"] - int(bytes_of_slots * 0.75 * (1 - share))
+    options: dict[str, Any] = {"upload_from": 1 << 30, "prefetch": False, "policy": "lru", "gpu_layers": 3}
+    with divided(
+        many, vulkan_ggml, device, ordered(slots), vram=vram, expert_slots=slots, trace=trace, streams=2, **options
+    ) as engine:
+        for seed in (slots, slots + 1):
+            run(engine, prompt(np.random.default_rng(seed), 5, 40))
+        live, facts = engine.stats(), engine.device
+    assert facts is not None
+    with TraceReader(trace) as reader:
+        demands = Demands.of(reader)
+    counts = replay_tiers(demands, [TierSlots(*one) for one in facts["groups"]], slots, "lru")
+    names = {"device_hits": "above", "hits": "hits", "misses": "misses", "promotions": "promotions",
+             "demotions": "demotions"}  # fmt: skip
+    for phase in ("prefill", "decode"):
+        mine = counts.only(demands.of_phase(phase))
+        assert {name: live[phase][name] for name in names} == {n: int(getattr(mine, m).sum()) for n, m in names.items()}
+    assert live["decode"]["promotions"] and live["decode"]["device_hits"]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8, 1.0])
@@ -334,6 +365,37 @@ def test_the_command_line(everyone: Path, vulkan_ggml: Path, device: str, capsys
     [listed] = [one for one in json.loads(capsys.readouterr().out.splitlines()[-1])["devices"] if one["name"] == device]
     assert listed["memory_bytes"] >= listed["memory_free_bytes"] > 0
     assert min(listed[f"{name}_bytes_per_s"] for name in ("memory", "up", "down")) > 0
+
+
+def test_a_plan_divides_and_predicts(
+    everyone: Path, vulkan_ggml: Path, device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["plan", str(everyone), "--ctx", "64", "--threads", "1", "--ggml", str(vulkan_ggml), "--device", device]
+    words += ["--profile", str(tmp_path / "profile.json")]
+    assert main([*words, "--ram", "3G", "--vram", "3M,64M", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["device"]
+    assert found["name"] == device and [row["vram_bytes"] for row in found["splits"]] == [3 * MiB, 64 * MiB]
+    few, all_of_it = found["splits"]
+    assert few["device"] is None or few["device"]["bytes"] <= 3 * MiB
+    assert all_of_it["device"]["moe_layers"] == 3 and all_of_it["device"]["slots"] == 12
+    assert all_of_it["decode"]["tok_per_s"] > 0 and all_of_it["decode"]["device_demands"] == 12
+    assert all_of_it["ram"]["dense"] < few["ram"]["dense"] or few["device"] is not None
+    assert main([*words, "--ram", "3G", "--vram", "64M"]) == 0
+    out = capsys.readouterr().out
+    assert "divided over" in out and "▓ weights" in out
+
+
+def test_tuning_tries_how_many_layers_use_the_slots(
+    everyone: Path, vulkan_ggml: Path, device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["tune", str(everyone), "--ggml", str(vulkan_ggml), "--device", device, "--gen", "4", "--ram", "6G"]
+    assert main([*words, "--minutes", "0.5", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["start"]["cpu_moe_layers"] == 0 and result["runs"] >= 1
+    assert all(one["knob"] == "cpu_moe_layers" for one in result["tried"][:1])
+    assert main([*words, "--device", "Nobody0"]) == 2
 
 
 # --- pure

@@ -12,6 +12,7 @@ from sluice.cli.inspect import UNLIMITED, format_mib, memory_facts
 from sluice.cli.machine import cpu_name
 from sluice.cli.opening import load_ggml, open_engine, resolve_model
 from sluice.cli.options import EngineOptions, Json, Model
+from sluice.cli.plan_device import default_vram, show_splits, splits
 from sluice.cli.plan_place import make_plan, show_plan
 from sluice.cli.signals import deferred
 from sluice.cli.terminal import emit, note, print_facts, print_table, progress_bar
@@ -62,6 +63,16 @@ Ggml = Annotated[
     str | None,
     typer.Option("--ggml", metavar="PATH", help="A folder with other ggml libraries.", show_default=False),
 ]
+Device = Annotated[
+    str,
+    typer.Option("--device", metavar="NAME", help="Plan for a device too: auto, cpu for none, or a name that `sluice "
+                 "doctor` lists."),
+]  # fmt: skip
+Vram = Annotated[
+    list[str] | None,
+    typer.Option("--vram", metavar="SIZE", help="Memory of the device to plan for, like 4G,6G. Default: quarters of "
+                 "80 % of what is free.", show_default=False),
+]  # fmt: skip
 DRIFT_WORTH_TELLING = 0.1  # of a disk, since its profile was taken
 
 
@@ -77,6 +88,8 @@ def plan(
     threads: Threads = None,
     kv: Kv = "f16",
     ggml: Ggml = None,
+    device: Device = "auto",
+    vram: Vram = None,
     force: Force = False,
     json: Json = False,
 ) -> int:
@@ -84,19 +97,23 @@ def plan(
 
     With --trace the experts that a budget lacks are those that replaying it lacks; without, an assumption that is
     printed. A reused profile has plain reading measured again, as disks drift. --out writes a plan of what to pin
-    instead, and predicts speed only with --profile.
+    instead, and predicts speed only with --profile. With a device, how the model would be divided over it and how fast
+    that is comes after.
     """
-    budgets = [parse_size(word) for words in ram or () for word in words.split(",")]
-    config = EngineOptions(ctx=ctx, threads=threads, kv=kv, policy=policy, ggml=ggml).config()
+    budgets, memories = (
+        [parse_size(word) for words in given or () for word in words.split(",")] for given in (ram, vram)
+    )
+    config = EngineOptions(ctx=ctx, threads=threads, kv=kv, policy=policy, ggml=ggml, device="cpu").config()
     path = resolve_model(model)
-    load_ggml(ggml)
+    library = load_ggml(ggml)
+    memories = memories if memories and device != "cpu" else default_vram(library, device)
     result: dict[str, Any] = {}
     if out is not None:
         if trace is None or len(budgets) != 1:
             raise InputError("--out needs --trace and one --ram: what to pin depends on both")
         result["plan"] = make_plan(path, replace(config, ram=budgets[0]), trace, out, force=force)
     if out is None or profile is not None:
-        result |= _predicted(path, config, trace, budgets, profile, not no_prefetch, force)
+        result |= _predicted(path, config, trace, budgets, profile, not no_prefetch, force, device, memories)
     if json:
         emit(result)
         return 0
@@ -104,14 +121,16 @@ def plan(
         show_plan(result["plan"])
     if "results" in result:
         _show(result)
+    if "device" in result:
+        show_splits(result["device"])
     return 0
 
 
 def _predicted(
     path: Path, config: EngineConfig, trace: Path | None, budgets: list[int], file: Path | None, prefetch: bool,
-    force: bool,
+    force: bool, device: str, vram: list[int],
 ) -> dict[str, Any]:  # fmt: skip
-    """The predictions as one JSON object."""
+    """The predictions as one JSON object; `vram` are the device's budgets, none where there is no device."""
     from sluice.engine import Engine
     from sluice.plan.workload import AssumedWorkload, TraceWorkload
 
@@ -133,10 +152,16 @@ def _predicted(
         for i, budget in enumerate(chosen):
             progress(i, len(chosen))
             results.append(budget | _at(measured, workload, budget["slots"], config.policy, prefetch, disk))
-    return {
+    found = {
         "model": str(path), "profile": asdict(measured), "workload": workload.label, "disk_now": disk,
         "results": results,
     }  # fmt: skip
+    if vram:
+        found["device"] = splits(
+            path, replace(config, device=device), budgets or [chosen[-1]["budget_bytes"]], vram, workload, measured,
+            prefetch=prefetch, disk=disk,
+        )  # fmt: skip
+    return found
 
 
 def _profile(path: Path, planned: Engine, file: Path | None, force: bool) -> tuple[MachineProfile, float]:

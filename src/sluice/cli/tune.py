@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from time import monotonic
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import typer
 
 from sluice.cli.children import result_of
 from sluice.cli.machine import cpu_name
-from sluice.cli.opening import file_of, resolve_model
+from sluice.cli.opening import file_of, load_ggml, resolve_model
 from sluice.cli.options import EngineOptions, Json, Model, arguments, check_count
 from sluice.cli.signals import Terminated
 from sluice.cli.terminal import emit, note, print_facts, print_table, progress_bar
@@ -33,6 +34,18 @@ Context = Annotated[
 Minutes = Annotated[float, typer.Option("--minutes", metavar="M", help="Take about so long at most.")]
 PromptTokens = Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Of each run's prompt.")]
 Gen = Annotated[int, typer.Option("--gen", metavar="N", help="Tokens that each run decodes.")]
+Device = Annotated[
+    str, typer.Option("--device", metavar="NAME", help="auto, cpu, or a name that `sluice doctor` lists, as for run.")
+]
+Vram = Annotated[
+    str | None,
+    typer.Option("--vram", metavar="SIZE", help="Memory of the device to use. Default: 80 % of what is free.",
+                 show_default=False),
+]  # fmt: skip
+Ggml = Annotated[
+    str | None,
+    typer.Option("--ggml", metavar="PATH", help="A folder with other ggml libraries.", show_default=False),
+]
 Forget = Annotated[
     bool, typer.Option("--forget", metavar="", help="Forget what was found for this model, and measure nothing.")
 ]
@@ -42,7 +55,8 @@ IO_THREADS = (1, 2, 4, 8, 16)
 
 def tune(
     model: Model = "demo", ram: Budget = None, ctx: Context = None, minutes: Minutes = 10.0,
-    prompt_tokens: PromptTokens = 32, gen: Gen = 32, forget: Forget = False, json: Json = False,
+    prompt_tokens: PromptTokens = 32, gen: Gen = 32, device: Device = "auto", vram: Vram = None, ggml: Ggml = None,
+    forget: Forget = False, json: Json = False,
 ) -> int:  # fmt: skip
     """Find settings with which this model decodes faster here, and use them from then on.
 
@@ -50,7 +64,8 @@ def tune(
     that is made, threads, prefetch, threads that read, reader, policy. More of anything is not assumed to be faster,
     and output stays the same. A change is kept if it wins by more than chance makes likely, and all of them together if
     they do so once more at the end. Commands that run the model then use them, for the same file on the same machine,
-    where nothing else is asked for; --no-tuned leaves them out. Ctrl-C keeps the best so far.
+    where nothing else is asked for; --no-tuned leaves them out. Ctrl-C keeps the best so far. With a device, which is
+    used as far as it goes, from how many layers its slots should take experts is tuned first.
     """
     from sluice.plan.measure import machine_name
     from sluice.plan.tune import Knob, Sample, Search, Settings, Stopped
@@ -69,7 +84,8 @@ def tune(
             forget_settings(path, machine)
         return 0
     path = resolve_model(model)
-    plain = EngineOptions(ram=ram, ctx=ctx, no_tuned=True)
+    plain = EngineOptions(ram=ram, ctx=ctx, device=device, vram=vram, ggml=ggml, no_tuned=True)
+    layers = _device_layers(path, plain)
     began = monotonic()
     budget: int | None = None
     interrupted = 0
@@ -95,12 +111,14 @@ def tune(
         cores = usable_cores()
         threads = tuple(range(1, cores + 1)) if cores <= 8 else tuple(sorted({1, 2, 4, cores // 2, cores - 1, cores}))
         knobs = (
-            Knob("pool_share", SHARES), Knob("threads", threads), Knob("no_prefetch", (False, True), ordered=False),
+            *([Knob("cpu_moe_layers", _steps(layers))] if layers else []), Knob("pool_share", SHARES),
+            Knob("threads", threads), Knob("no_prefetch", (False, True), ordered=False),
             Knob("io_threads", IO_THREADS), Knob("reader", ("auto", "threads"), ordered=False),
             Knob("policy", ("auto", "lru", "lfu"), ordered=False),
         )  # fmt: skip
         start = {
-            "pool_share": 1.0, "threads": cores, "no_prefetch": False, "io_threads": 4, "reader": "auto",
+            **({"cpu_moe_layers": 0} if layers else {}), "pool_share": 1.0,
+            "threads": cores, "no_prefetch": False, "io_threads": 4, "reader": "auto",
             "policy": "auto",
         }  # fmt: skip
         search = Search(start, knobs, measure, lambda: minutes * 60 - (monotonic() - began))
@@ -130,6 +148,25 @@ def tune(
     else:
         _show(result)
     return 128 + interrupted if interrupted else 0
+
+
+def _device_layers(path: Path, options: EngineOptions) -> int:
+    """Layers of the model at `path` if it is run with a device, else 0. Raises InputError."""
+    from sluice.engine.devices import choose
+    from sluice.gguf import open_gguf
+    from sluice.models import family_of
+
+    config = options.config()  # checks the options too
+    library = load_ggml(config.ggml)
+    if choose(library, config.device) is None:
+        return 0
+    file = open_gguf(path, library)
+    return family_of(file).read_spec(file).n_layers
+
+
+def _steps(layers: int) -> tuple[int, ...]:
+    """Numbers of layers to try, from none to all: eighths."""
+    return tuple(sorted({round(layers * i / 8) for i in range(9)}))
 
 
 def _speed(samples: list[Any], settings: Mapping[str, Any]) -> float | None:

@@ -148,6 +148,17 @@ class DeviceShare:
         return {"device": {**about, "upload_from": None if self._upload_from >= NEVER else self._upload_from}}
 
     @property
+    def groups(self) -> list[tuple[list[int], int]]:
+        """Layers whose experts share slots there, and how many slots those are, or would be."""
+        site = self.site
+        if site is None:
+            return []
+        if site.pool is not None:
+            return [(list(group.layers), group.level.n_slots) for group in site.pool.groups]
+        slots = site.slots_in(self._parts, self._vram - site.n_bytes)
+        return [(self._parts[kind], n) for kind, n in slots.items() if n]
+
+    @property
     def facts(self) -> dict[str, Any] | None:
         site = self.site
         if site is None:
@@ -159,5 +170,7 @@ class DeviceShare:
             "weights_bytes": site.weights.n_bytes,
             "kv_bytes": site.cache.n_bytes,
             "layers": len(layers_of(self._spec, site.segment_numbers)),
-            "slots": 0 if site.pool is None else site.pool.n_slots,
+            "moe_layers": len(site.moe_layers),
+            "slots": sum(n for _, n in self.groups),
+            "groups": self.groups,
         }

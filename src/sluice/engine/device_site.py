@@ -151,12 +151,16 @@ class DeviceSite:
                             self.allocator.reserve(graph)
         return None
 
+    def slots_in(self, parts: dict[Kind, list[int]], room: int) -> dict[Kind, int]:
+        """How many slots for experts of each kind `room` bytes hold."""
+        return fitted(room, {kind: slot_bytes(self.device, kind) for kind in parts}, parts, self.spec.n_expert)
+
     def make_pool(
         self, store: ExpertStore, parts: dict[Kind, list[int]], room: int, policy: str, n_pairs: int
     ) -> None:  # fmt: skip
         """Slots for experts of the layers `parts`, in `room` bytes."""
         spec = self.spec
-        slots = fitted(room, {kind: slot_bytes(self.device, kind) for kind in parts}, parts, spec.n_expert)
+        slots = self.slots_in(parts, room)
         policies = {kind: make_policy(policy, n_slots=max(1, n), n_layers=spec.n_layers) for kind, n in slots.items()}
         self.pool = self._stack.enter_context(DevicePool(self.device, slots, parts, store, policies))
         for group in self.pool.groups:

@@ -174,7 +174,9 @@ class Trial:
         site.compute(site.pairs[layer][bank].kept(layer, n))
         site.get("pairs", n)
         self.store.release([key])
+        self.store.cache.discard(key)
         group.level.release([key])
+        group.level.forget(key)
         return _apart(host.arrays["pairs"][:n], here)
 
     def _pair_inputs(self, n: int, slot: int, *, there: bool = False) -> None:

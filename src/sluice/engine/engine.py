@@ -58,6 +58,7 @@ from sluice.text.chat import guard_messages, render_chat
 from sluice.text.sampling import SamplingParams
 from sluice.text.tokenizer import Tokenizer
 from sluice.trace.writer import ENCODER_BYTES, TraceWriter
+from sluice.vram import DevicePool
 
 DEFAULT_CTX = 4096
 OUTPUT_ROWS = 16  # logits rows in the workspace, at least one a stream
@@ -589,6 +590,11 @@ class Engine:
     def device(self) -> dict[str, Any] | None:
         """What a device has taken of the model, bytes and slots; None where there is none."""
         return self._share.facts
+
+    @property
+    def device_pool(self) -> DevicePool | None:
+        """The slots on the device; None where there are none."""
+        return None if self._share.site is None else self._share.site.pool
 
     @property
     def notes(self) -> list[str]:

@@ -202,7 +202,7 @@ class SplitStepper(Stepper):
             slot = cache.slot_of(key)
             assert slot is not None
             self._ledger.promotions += 1
-            self._ledger.demotions += pool.swap(key, rise, slot)
+            self._ledger.demotions += pool.swap(rise, slot)
             group.level.release([key])
 
     def _compute_pairs(
@@ -233,11 +233,7 @@ class SplitStepper(Stepper):
             rise = group.level.rise(key, self._tick, passing=True)
             if rise is None:
                 break
-            if rise.down is not None:
-                kept = bytes(pool.take_down(rise.down.layer, rise.read.slot))
-                self._ledger.demotions += self.store.put(rise.down, kept)
-            pool.lift(rise, slots[key])
-            group.level.arrived(rise.read)
+            self._ledger.demotions += pool.pass_through(rise, slots[key])
             there[key] = rise.read.slot
         self._ledger.uploads += len(there)
         self._uploaded.update(there)

@@ -104,7 +104,36 @@ class UpperLevel:
         """`key`, which has risen, keeps its slot in RAM as well: when it goes down, nothing has to be kept."""
         self._passing.add(key)
 
+    def forget(self, key: ExpertKey) -> None:
+        """Free the slot of `key`, which isn't pinned."""
+        slot = self.cache.slot_of(key)
+        if slot is not None and self.cache.discard(key):
+            del self._owner[slot]
+            self._passing.discard(key)
+
     def lost(self) -> None:
         """A step was broken off: no pins hold any more, and what had not arrived is not here."""
         self.cache.reset_inflight()
         self._owner = {slot: key for slot, key in self._owner.items() if self.cache.slot_of(key) == slot}
+
+
+def settle(upper: UpperLevel, below: ExpertCache, rise: Rise) -> Read | None:
+    """The expert of `rise` has been copied up: it leaves `below`, where it must not be pinned, and who went down takes
+    its slot.
+
+    The read is to be carried out by copying to its slot, and to be completed. None where nobody is kept: nobody went
+    down, or it lies there already, or there is no room as who rose is protected there.
+    """
+    upper.arrived(rise.read)
+    if not below.discard(rise.read.key):
+        upper.stays_below(rise.read.key)
+        return None
+    return come_down(below, rise.down)
+
+
+def come_down(below: ExpertCache, down: ExpertKey | None) -> Read | None:
+    """A read that gives `down` a free slot, to be carried out by copying; None where there is none, or it has one."""
+    if down is None or below.slot_of(down) is not None or not below.n_free:
+        return None
+    [read] = below.preload([down])
+    return read

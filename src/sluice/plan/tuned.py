@@ -25,6 +25,7 @@ ALLOWED: Mapping[str, Any] = {
     "reader": READERS,
     "policy": (AUTO, *POLICIES),
     "no_prefetch": (False, True),
+    "cpu_moe_layers": range(1 << 12),
     "pool_share": None,  # a number above 0, at most 1
 }
 

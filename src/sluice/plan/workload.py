@@ -17,6 +17,7 @@ from sluice.experts.policies import suited
 from sluice.lab.replay import Demands
 from sluice.lab.simulate import free_before, policy_for, replay
 from sluice.lab.stack_distance import LruStack
+from sluice.lab.tiers import TierSlots, replay_tiers
 from sluice.trace import TraceReader
 
 # SPEC S4: on Qwen3-30B-A3B an LRU cache that holds 13.4 % of all experts serves 65.9 % of the requests. A power law
@@ -122,6 +123,18 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)
 
 
+class TierLoad(NamedTuple):
+    """What a device's slots and the pool below it do in a decode step: `absences` are those of both together.
+
+    `above` demands are met on the device, `copies` experts go up or down, `read` are read, a step in the mean.
+    """
+
+    absences: Absences
+    above: float
+    copies: float
+    read: float
+
+
 class Workload(Protocol):
     """What is run."""
 
@@ -132,6 +145,10 @@ class Workload(Protocol):
 
     def absences(self, slots: int) -> PhaseAbsences:
         """What a pool of `slots` slots lacks."""
+        ...
+
+    def tiers(self, groups: Sequence[TierSlots], slots: int) -> TierLoad:
+        """What decode steps find in a device's slots and in `slots` in RAM."""
         ...
 
 
@@ -183,6 +200,15 @@ class AssumedWorkload:
             (self.prompt_tokens,),
         )
 
+    def tiers(self, groups: Sequence[TierSlots], slots: int) -> TierLoad:
+        """The hottest experts lie on the device, the next in RAM, and nobody moves."""
+        absences = self.absences(min(slots + sum(g.slots for g in groups), self.moe_layers * self.n_expert)).decode
+        shares = (
+            len(g.layers) * self.top_k * min(1.0, g.slots / (len(g.layers) * self.n_expert)) ** PAPER_POWER
+            for g in groups
+        )
+        return TierLoad(absences, sum(shares), 0.0, float(absences.absent.sum(axis=1).mean()))
+
 
 class TraceWorkload:
     """What a trace recorded, replayed as on-demand reading would have gone, from an empty pool.
@@ -228,3 +254,16 @@ class TraceWorkload:
 
         tokens = demands.by_step(demands.n_tokens, "prefill").max(axis=1, initial=0).tolist()
         return PhaseAbsences(of("decode"), of("prefill"), tuple(tokens))
+
+    def tiers(self, groups: Sequence[TierSlots], slots: int) -> TierLoad:
+        """The trace replayed through the device's slots too, from empty ones."""
+        demands = self._demands
+        policy = suited(self._policy, slots, self._step_demand)
+        found = replay_tiers(demands, groups, slots, policy)
+        absences = Absences.of(demands, found.misses, slots, "decode").only(self._single["decode"])
+
+        def a_step(counts: np.ndarray) -> float:
+            return float(demands.by_step(counts, "decode")[self._single["decode"]].sum(axis=1).mean())
+
+        copies = a_step(found.promotions + found.demotions)
+        return TierLoad(absences, a_step(found.above), copies, a_step(found.misses))

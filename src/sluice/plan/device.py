@@ -1,0 +1,133 @@
+"""Measures what a device makes of a model's steps, and predicts steps that are divided over it; divides nothing itself.
+
+A token's step with no reads takes, with g layers on the device and all experts in RAM, a time that grows or falls in a
+straight line from one layer to all of them; both ends are measured. Each demand that is met by an expert on the device
+saves the same: the difference to a step whose experts are all there, divided by their number. What reads add is what
+they add without a device (bandwidth.py). An expert that goes up or down costs a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from sluice.config import EngineConfig
+from sluice.errors import InputError
+from sluice.plan.bandwidth import decode_cost, predict_decode
+from sluice.plan.probe import STEPS, WARM_UP_STEPS, Check, Probe
+from sluice.plan.profile import MachineProfile
+from sluice.plan.workload import TierLoad
+
+if TYPE_CHECKING:
+    from sluice.engine import Engine
+
+Opener = Callable[[EngineConfig], AbstractContextManager["Engine"]]
+COPIES = 5
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """Seconds of a decode step that reads nothing, with all experts in RAM: on the processor, with one part of the
+    model on the device, with `layers` of them; and what a demand met there saves, and a copy costs."""
+
+    name: str
+    layers: int  # with experts
+    first_layers: int
+    first_s: float
+    all_s: float
+    saved_s: float
+    copy_s: float
+
+    def resident_s(self, layers: int, host_s: float) -> float:
+        """A step with `layers` on the device, where one without takes `host_s`."""
+        if layers == 0:
+            return host_s
+        if self.layers == self.first_layers:
+            return self.all_s
+        share = (layers - self.first_layers) / (self.layers - self.first_layers)
+        return self.first_s + share * (self.all_s - self.first_s)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to divide a model: `layers` with experts on the device, and what its slots and those in RAM will do."""
+
+    layers: int
+    load: TierLoad
+
+
+def measure_costs(config: EngineConfig, opener: Opener, check: Check = lambda: None) -> DeviceCosts:
+    """Open the model three times with the device of `config`. Raises InputError where it takes no layer."""
+    everything = replace(config, gpu_layers=None, cpu_moe_layers=0)
+    with opener(replace(everything, gpu_layers=1, cpu_moe_layers=1 << 20)) as engine:
+        first_layers, first_s, _ = _steps(engine, check)
+    with opener(replace(everything, cpu_moe_layers=1 << 20)) as engine:
+        layers, all_s, _ = _steps(engine, check)
+    with opener(everything) as engine:
+        assert engine.device is not None
+        name = str(engine.device["name"])
+        _, near_s, met = _steps(engine, check)
+        copy_s = _copy_s(engine)
+    return DeviceCosts(name, layers, first_layers, first_s, all_s, (all_s - near_s) / met if met else 0.0, copy_s)
+
+
+def _steps(engine: Engine, check: Check) -> tuple[int, float, float]:
+    """Layers with experts on the device, seconds of a step that reads nothing, and demands met there in it."""
+    facts = engine.device
+    if facts is None:
+        raise InputError(f"the device takes nothing of this model ({'; '.join(engine.notes) or 'none is there'})")
+    probe, ledger = Probe(engine, check), engine.ledger["decode"]
+    token = 1 % engine.spec.n_vocab
+    with engine.session() as session:
+        session.feed([token] * 8)
+        list(probe.steps(session, token, WARM_UP_STEPS + engine.spec.top_k))  # rising takes a few
+        before = ledger.device_hits
+        spent = list(probe.steps(session, token, STEPS))
+    found = [one for one in spent if one.waited_for == 0] or spent
+    return facts["moe_layers"], median(one.wall_s for one in found), (ledger.device_hits - before) / STEPS
+
+
+def _copy_s(engine: Engine) -> float:
+    """Seconds of a copy of an expert, there or back."""
+    pool, times = engine.device_pool, []
+    if pool is None or not pool.groups:
+        return 0.0
+    for _ in range(COPIES):
+        began = perf_counter()
+        pool.copy_bytes(pool.groups[0].layers[0])
+        times.append((perf_counter() - began) / 2)
+    return median(times)
+
+
+def predict_split(
+    profile: MachineProfile, costs: DeviceCosts, split: Split, *, prefetch: bool, disk: float = 1.0
+) -> dict[str, Any] | None:
+    """Decode of one stream: tokens a second, and what a step's time goes on, in seconds. None without steps."""
+    load = split.load
+    with_reads = predict_decode(profile, load.absences, prefetch=prefetch, disk=disk)
+    nothing = replace(load.absences, absent=load.absences.absent * 0, absent_share=0.0, free=0.0)
+    without = predict_decode(profile, nothing, prefetch=prefetch, disk=disk)
+    if with_reads is None or without is None:
+        return None
+    cost = decode_cost(profile, prefetch)
+    resident = costs.resident_s(split.layers, cost.segments_s + cost.experts_s + cost.host_s)
+    reads = 1 / with_reads.tok_per_s - 1 / without.tok_per_s
+    copies = load.copies * costs.copy_s
+    saved = load.above * costs.saved_s
+    wall = max(1e-9, resident - saved + copies + reads + profile.sampling_s)
+    parts = {"arithmetic": resident - saved, "disk": reads, "copies": copies}
+    return {
+        "tok_per_s": 1 / wall,
+        "resident_s": resident - saved,
+        "reads_s": reads,
+        "copies_s": copies,
+        "device_demands": load.above,
+        "read_experts": load.read,
+        "bytes_per_step": load.read * profile.expert_bytes,
+        "copied_bytes_per_step": load.copies * profile.expert_bytes,
+        "bottleneck": max(parts, key=lambda name: parts[name]),
+    }
