@@ -383,6 +383,9 @@ def test_a_plan_divides_and_predicts(
     assert main([*words, "--ram", "3G", "--vram", "64M"]) == 0
     out = capsys.readouterr().out
     assert "divided over" in out and "▓ weights" in out
+    shared = ["--ggml", str(vulkan_ggml), "--profile", str(tmp_path / "profile.json"), "--ctx", "64", "--threads", "1"]
+    assert main(["bench", str(everyone), *shared, "--device", device, "--gen", "2", "--repeat", "1"]) == 2
+    assert "predicts the processor alone" in capsys.readouterr().err
 
 
 def test_tuning_tries_how_many_layers_use_the_slots(

@@ -44,7 +44,9 @@ def inspect(
     from sluice.engine import Engine
 
     budget = None if ram is None else parse_size(ram)
-    config = EngineConfig(ram=UNLIMITED, ctx=ctx, kv=kv, streams=streams, ggml=None if ggml is None else Path(ggml))
+    config = EngineConfig(
+        ram=UNLIMITED, ctx=ctx, kv=kv, streams=streams, device="cpu", ggml=None if ggml is None else Path(ggml)
+    )
     path = resolve_model(model)
     load_ggml(ggml)
     engine = Engine(path, config, plan_only=True)

@@ -58,6 +58,8 @@ def memory_for(device: Device, vram: int | None) -> int:
     """Bytes of the device's memory that may be used: `vram`, or a share of what is free. Raises BudgetError."""
     free, _ = device.memory()
     if vram is None:
+        if not free:
+            raise BudgetError(f"{device.name} doesn't tell how much of its memory is free: give --vram")
         return int(free * VRAM_SHARE)
     if free and vram > free:
         raise BudgetError(f"--vram {format_size(vram)}: {device.name} has {format_size(free)} free: give that or less")
