@@ -22,6 +22,7 @@ from sluice.ggml import Device, Graph, devices, load_library
 from sluice.io.files import ModelFiles
 from sluice.lab.replay import Demands
 from sluice.lab.tiers import TierSlots, replay_tiers
+from sluice.plan import measure
 from sluice.trace import TraceReader
 from sluice.vram import DevicePool
 
@@ -121,7 +122,7 @@ def test_logits_are_the_processors(
     assert apart(found, here(everyone, vulkan_ggml, it)).max() < NEAR
 
 
-@pytest.mark.parametrize("kv", ["f16", "q8_0", "q4_0", "q8_0,q4_0"])
+@pytest.mark.parametrize("kv", ["f16", "q4_0", "q8_0,q4_0"])
 def test_quantised_keys_and_values(everyone: Path, vulkan_ggml: Path, device: str, it: Prompt, kv: str) -> None:
     with opened(everyone, ggml=vulkan_ggml, device=device, kv=kv) as engine:
         found = run(engine, it)
@@ -157,7 +158,7 @@ def test_experts_move_between_disk_ram_and_device(many: Path, vulkan_ggml: Path,
     assert np.median(apart(found, roomy)) < NEAR
 
 
-@pytest.mark.parametrize("slots", [4, 7, 12])
+@pytest.mark.parametrize("slots", [4, 12])
 @pytest.mark.parametrize("share", [0.3, 0.75])
 def test_the_simulator_counts_what_the_engine_does(
     many: Path, vulkan_ggml: Path, device: str, tmp_path: Path, slots: int, share: float
@@ -368,8 +369,10 @@ def test_the_command_line(everyone: Path, vulkan_ggml: Path, device: str, capsys
 
 
 def test_a_plan_divides_and_predicts(
-    everyone: Path, vulkan_ggml: Path, device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    everyone: Path, vulkan_ggml: Path, device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(measure, "SETTLE_S", 0.0)
     words = ["plan", str(everyone), "--ctx", "64", "--threads", "1", "--ggml", str(vulkan_ggml), "--device", device]
     words += ["--profile", str(tmp_path / "profile.json")]
     assert main([*words, "--ram", "3G", "--vram", "3M,64M", "--json"]) == 0
@@ -394,7 +397,7 @@ def test_tuning_tries_how_many_layers_use_the_slots(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ["tune", str(everyone), "--ggml", str(vulkan_ggml), "--device", device, "--gen", "4", "--ram", "6G"]
-    assert main([*words, "--minutes", "0.5", "--json"]) == 0
+    assert main([*words, "--minutes", "0.15", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["start"]["cpu_moe_layers"] == 0 and result["runs"] >= 1
     assert all(one["knob"] == "cpu_moe_layers" for one in result["tried"][:1])

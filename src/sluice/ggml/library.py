@@ -70,6 +70,7 @@ _BASE: dict[str, tuple] = {
     "ggml_permute": (ptr, ptr, ptr, i32, i32, i32, i32),
     "ggml_cont": (ptr, ptr, ptr),
     "ggml_cpy": (ptr, ptr, ptr, ptr),
+    "ggml_cast": (ptr, ptr, ptr, i32),
     "ggml_repeat": (ptr, ptr, ptr, ptr),
     "ggml_get_rows": (ptr, ptr, ptr, ptr),
     "ggml_set_rows": (ptr, ptr, ptr, ptr, ptr),

@@ -221,6 +221,12 @@ class Context:
         _need(_count(a) == _count(b), lambda: f"can't copy {a!r} into {b!r}")
         return self._new(self.library.ggml_cpy(self._ptr, a.ptr, b.ptr), b.type, b.shape, b.strides)
 
+    def float32(self, a: Tensor) -> Tensor:
+        """`a` in F32, contiguous."""
+        self._whole(a)
+        _need(a.whole_rows, lambda: f"can't convert {a!r}")
+        return self._new(self.library.ggml_cast(self._ptr, a.ptr, GgmlType.F32), GgmlType.F32, a.shape)
+
     def repeat(self, a: Tensor, b: Tensor) -> Tensor:
         """`a` (F32) as often as it fits into the shape of `b`, whose numbers don't matter."""
         fits = all(m % n == 0 for m, n in zip(b.shape, a.shape, strict=True))

@@ -323,6 +323,11 @@ def grouped_attention(
     return linear(c, out, weights[b + "output.weight"], weights.get(b + "output.bias"))
 
 
+# From so many rows on, ggml's flash attention on processors works in tiles, of float16 or float32 keys and values alone;
+# others it takes row by row, which converting them first is several times faster than.
+TILED_ROWS = 64
+
+
 def attend(
     c: Context, layer: int, q: Tensor, k: Tensor, v: Tensor | None, inputs: AttentionInputs, scale: float,
     sinks: Tensor | None = None,
@@ -347,6 +352,8 @@ def attend(
         keys, values = cache.read(c, layer, segment.stream, reach.first, reach.n_kv)
         # ggml's flash attention rounds as it likes; plain products give llama.cpp's bits, for comparisons in float32
         attention = c.attention if keys.type == values.type == GgmlType.F32 else c.flash_attention
+        if segment.n >= TILED_ROWS and cache.converts:
+            keys, values = c.float32(keys), c.float32(values)
         out = attention(c.permute(part, 0, 2, 1, 3), keys, values, reach.mask, scale, sinks)
         return c.reshape(out, width, segment.n)
 

@@ -51,6 +51,8 @@ class KVCache:
     ) -> None:  # fmt: skip
         self.spec = spec
         self.n_ctx = padded(n_ctx)
+        plain = (GgmlType.F16, GgmlType.F32)
+        self.converts = device is None and not all(type in plain for type in types)  # worth it for many queries
         self._context = Context(library, 2 * spec.n_layers)
         self._k: dict[int, Tensor] = {}
         self._v: dict[int, Tensor] = {}
