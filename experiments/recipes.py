@@ -109,6 +109,10 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         "as late, and half of the loss is the base model's distribution",
         {"locality": LATE, "distill": {"weight": 0.5}},
     ),
+    "nudge": (
+        "as margin, with a fifth of its λ",
+        {"locality": {"loss": "margin", "weight": 0.2, "slots": 4, "anneal": "late"}},
+    ),
     "gentle": (
         "chance that neighbours draw the same expert, λ 0.2; half of the loss is the base model's distribution",
         {"locality": {"loss": "overlap", "weight": 0.2}, "distill": {"weight": 0.5}},

@@ -323,8 +323,8 @@ def grouped_attention(
     return linear(c, out, weights[b + "output.weight"], weights.get(b + "output.bias"))
 
 
-# From so many rows on, ggml's flash attention on processors works in tiles, of float16 or float32 keys and values alone;
-# others it takes row by row, which converting them first is several times faster than.
+# From so many rows on, ggml's flash attention on processors works in tiles, if keys and values are float16 or float32.
+# Others it takes row by row: converting them first is several times faster.
 TILED_ROWS = 64
 
 
