@@ -29,7 +29,7 @@ def after(path: Path, kv: str, ids: list[int], *, together: bool) -> np.ndarray:
     with opened(path, kv=kv) as engine, engine.session() as session:
         if together:
             return session.feed(ids).copy()
-        session.feed(ids[:1])
+        logits = session.feed(ids[:1])
         for token in ids[1:]:
             logits = engine.decode([session], [token])[0]
         return logits.copy()
