@@ -113,6 +113,13 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         "as margin, with a fifth of its λ",
         {"locality": {"loss": "margin", "weight": 0.2, "slots": 4, "anneal": "late"}},
     ),
+    "taught": (
+        "as nudge, λ 0.25; half of the loss is the base model's distribution",
+        {
+            "locality": {"loss": "margin", "weight": 0.25, "slots": 4, "anneal": "late"},
+            "distill": {"weight": 0.5},
+        },
+    ),
     "gentle": (
         "chance that neighbours draw the same expert, λ 0.2; half of the loss is the base model's distribution",
         {"locality": {"loss": "overlap", "weight": 0.2}, "distill": {"weight": 0.5}},
