@@ -229,6 +229,15 @@ def test_every_token_of_a_text(everyone: Path, vulkan_ggml: Path, device: str) -
         assert apart(found, engine.logits(ids)).max() < NEAR
 
 
+def test_a_prompt_of_several_chunks(everyone: Path, vulkan_ggml: Path, device: str) -> None:
+    """The first of them wants no logits, and so nothing of the last layer's experts."""
+    it = prompt(np.random.default_rng(4), 600, 2)
+    with divided(everyone, vulkan_ggml, device, ctx=1024, expert_slots=8) as engine:
+        assert engine.prefetching
+        found = run(engine, it)
+    assert apart(found, here(everyone, vulkan_ggml, it, ctx=1024)).max() < NEAR
+
+
 def test_a_step_that_fails_leaves_nothing_wrong(many: Path, vulkan_ggml: Path, device: str, it: Prompt) -> None:
     with divided(many, vulkan_ggml, device, expert_slots=6, upload_from=4) as engine:
         expected = run(engine, it)

@@ -148,8 +148,8 @@ class SplitStepper(Stepper):
         group = None if self.site.pool is None else self.site.pool.group(key.layer)
         return super()._is_near(key) or (group is not None and group.level.cache.resident(key))
 
-    def _below(self, keys: list[ExpertKey]) -> list[ExpertKey]:
-        group = None if self.site.pool is None else self.site.pool.group(keys[0].layer)
+    def _below(self, layer: int, keys: list[ExpertKey]) -> list[ExpertKey]:
+        group = None if self.site.pool is None else self.site.pool.group(layer)
         return keys if group is None else [key for key in keys if not group.level.cache.resident(key)]
 
     def _experts(self, i: int, shape: BatchShape, n: int, scan: bool) -> None:

@@ -408,10 +408,10 @@ class Stepper:
             ranked = _ranked(guess)
             # the further ahead, the less sure: only the better half is worth a read that may be wasted
             ranked = ranked[: max(1, len(ranked) >> d)]
-            self.store.prefetch(self._below([ExpertKey(layer, e) for e in ranked]), tick - moe[i] + layer)
+            self.store.prefetch(self._below(layer, [ExpertKey(layer, e) for e in ranked]), tick - moe[i] + layer)
 
-    def _below(self, keys: list[ExpertKey]) -> list[ExpertKey]:
-        """Those of `keys` that would have to lie in RAM."""
+    def _below(self, layer: int, keys: list[ExpertKey]) -> list[ExpertKey]:
+        """Those of `keys`, of `layer`, that would have to lie in RAM."""
         return keys
 
     def _looks_ahead(self, shape: BatchShape, i: int) -> list[tuple[int, int]]:
