@@ -112,7 +112,10 @@ class EngineConfig:
     upload_from: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ram", "expert_slots", "ctx", "threads", "top_k_experts", "read_rate", "streams", "io_threads"):
+        for name in (
+            "ram", "expert_slots", "ctx", "threads", "top_k_experts", "read_rate", "vram", "upload_from", "streams",
+            "io_threads",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is None and name not in ("streams", "io_threads"):
                 continue
@@ -122,9 +125,6 @@ class EngineConfig:
         if (beside := _whole(self.beside)) < 0:
             raise InputError(f"beside is {self.beside!r}: give a number of bytes")
         object.__setattr__(self, "beside", beside)
-        for name in ("vram", "upload_from"):
-            if getattr(self, name) is not None and _whole(getattr(self, name)) < 1:
-                raise InputError(f"{name} is {getattr(self, name)!r}: give a whole number of at least 1")
         for name in ("gpu_layers", "cpu_moe_layers"):
             value = getattr(self, name)
             if value is not None and (_whole(value) < 0 or (not _whole(value) and value != 0)):

@@ -84,10 +84,6 @@ class DevicePool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @property
-    def n_slots(self) -> int:
-        return sum(group.level.n_slots for group in self.groups)
-
     def group(self, layer: int) -> Group | None:
         """The slots that experts of `layer` may lie in; None if there are none."""
         return self._group_of.get(layer)

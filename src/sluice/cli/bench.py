@@ -194,12 +194,12 @@ def bench(
 def profile_for(file: Path, path: Path, config: EngineConfig) -> MachineProfile:
     """The machine profile in `file`, which must be of this machine and the model at `path`. Raises InputError."""
     from sluice.engine import Engine
-    from sluice.engine.devices import choose
+    from sluice.engine.devices import device_of
     from sluice.plan.measure import machine_name
     from sluice.plan.profile import load
 
     profile = load(file)
-    if (device := choose(load_ggml(config.ggml), config.device)) is not None and config.gpu_layers != 0:
+    if (device := device_of(load_ggml(config.ggml), config)) is not None:
         raise InputError(f"--profile predicts the processor alone, and {device.name} takes part: give --device cpu")
     config = replace(config, device="cpu")
     planned = Engine(path, replace(config, ram=UNLIMITED, expert_slots=None, plan=None, trace=None), plan_only=True)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +80,7 @@ def _devices(library: Library) -> list[dict[str, Any]]:
         free, total = device.memory()
         about = {"name": device.name, "description": device.description, "kind": device.kind}
         try:
-            speeds = measure_device(device).as_dict()
+            speeds = asdict(measure_device(device))
         except GgmlError as error:
             note(f"{device.name} was not measured: {error}")
             speeds = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +77,7 @@ def splits(
                 "notes": engine.notes,
                 "decode": predict_split(profile, costs, split, prefetch=prefetch, disk=disk),
             })  # fmt: skip
-    return {"name": costs.name, "costs": _as_dict(costs), "splits": rows, **_worth(rows)}
-
-
-def _as_dict(costs: Any) -> dict[str, Any]:
-    return {name: getattr(costs, name) for name in costs.__dataclass_fields__}
+    return {"name": costs.name, "costs": asdict(costs), "splits": rows, **_worth(rows)}
 
 
 def _worth(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:

@@ -152,13 +152,13 @@ def tune(
 
 def _device_layers(path: Path, options: EngineOptions) -> int:
     """Layers of the model at `path` if it is run with a device, else 0. Raises InputError."""
-    from sluice.engine.devices import choose
+    from sluice.engine.devices import device_of
     from sluice.gguf import open_gguf
     from sluice.models import family_of
 
     config = options.config()  # checks the options too
     library = load_ggml(config.ggml)
-    if choose(library, config.device) is None:
+    if device_of(library, config) is None:
         return 0
     file = open_gguf(path, library)
     return family_of(file).read_spec(file).n_layers

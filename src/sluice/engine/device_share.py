@@ -11,13 +11,13 @@ from typing import Any
 
 from sluice.config import EngineConfig
 from sluice.engine.device_site import DeviceSite, Sizes, open_site
-from sluice.engine.devices import NEVER, Trial, choose, memory_for
+from sluice.engine.devices import NEVER, Trial, device_of, memory_for
 from sluice.engine.division import layers_of, of_experts, wanted
 from sluice.engine.pairs import PairGraphs
 from sluice.engine.split import SplitStepper
 from sluice.engine.step import Stepper
 from sluice.engine.workspace import Workspace
-from sluice.ggml import Backend, Device, Library
+from sluice.ggml import Backend, Library
 from sluice.gguf import GgufFile, TensorInfo
 from sluice.io.files import ModelFiles
 from sluice.memory import rss_bytes
@@ -44,7 +44,6 @@ class DeviceShare:
         self.process_bytes = 0
         self._parts: dict[Kind, list[int]] = {}
         self._vram = 0
-        self._n_pairs = 0
         self._upload_from = 0
 
     @classmethod
@@ -54,8 +53,7 @@ class DeviceShare:
     ) -> DeviceShare:  # fmt: skip
         """The share that `config` asks for. Raises InputError, BudgetError or GgmlError."""
         share = cls(spec, config, family_type, dense)
-        share._n_pairs = n_pairs
-        device = None if config.gpu_layers == 0 else choose(library, config.device)
+        device = device_of(library, config)
         if device is None:
             return share
         if config.prerouter is not None or config.routes is not None or config.lora:
@@ -81,10 +79,6 @@ class DeviceShare:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
-
-    @property
-    def device(self) -> Device | None:
-        return None if self.site is None else self.site.device
 
     @property
     def host_segments(self) -> frozenset[int]:
@@ -117,7 +111,7 @@ class DeviceShare:
         site = self.site
         if site is None:
             return
-        site.make_pool(store, self._parts, self._vram - site.n_bytes, policy, self._n_pairs)
+        site.make_pool(store, self._parts, self._vram - site.n_bytes, policy)
         site.load(files)
         trial = Trial(site, host, store, pairs, backend)
         trial.check(self._family_type, self._dense, files)

@@ -26,7 +26,7 @@ from sluice.models.kv_cache import KVCache
 from sluice.models.recurrent import RecurrentState
 from sluice.models.spec import ModelSpec
 from sluice.store import ExpertStore
-from sluice.vram import Bank, DevicePool, Kind, fitted, kinds, slot_bytes
+from sluice.vram import Bank, DevicePool, Group, Kind, fitted, kinds, slot_bytes
 
 SCATTER_TENSORS = 6
 KEPT_SCATTERS = 16
@@ -119,20 +119,14 @@ class DeviceSite:
     def _lacks(self) -> Lack | None:
         """What of the segments the device can't run, and make room for the graphs if it can run all."""
         missing, operation = set(), ""
-        for context, graph in self.segments.largest(self.sizes.n_tokens, self.sizes.n_ctx, self.sizes.streams):
+        for i, context, graph in self.segments.largest(self.sizes.n_tokens, self.sizes.n_ctx, self.sizes.streams):
             with context:
                 if (lacking := self.device.unsupported(graph)) is not None:
+                    missing.add(i)
                     operation = operation or lacking
-        if operation:
-            for i in self.segment_numbers:
-                probe = self.segments.probe(i, self.sizes.n_tokens, self.sizes.n_ctx)
-                for context, graph in probe:
-                    with context:
-                        if self.device.unsupported(graph) is not None:
-                            missing.add(i)
-            return Lack(frozenset(missing or self.segment_numbers), operation)
-        self.segments.reserve(self.sizes.n_tokens, self.sizes.n_ctx, self.sizes.streams)
-        return None
+                elif not missing:
+                    self.allocator.reserve(graph)
+        return Lack(frozenset(missing), operation) if missing else None
 
     # --- experts
 
@@ -151,14 +145,18 @@ class DeviceSite:
                             self.allocator.reserve(graph)
         return None
 
+    def group(self, layer: int) -> Group | None:
+        """The slots that experts of `layer` may lie in; None if there are none."""
+        return None if self.pool is None else self.pool.group(layer)
+
     def slots_in(self, parts: dict[Kind, list[int]], room: int) -> dict[Kind, int]:
         """How many slots for experts of each kind `room` bytes hold."""
         return fitted(room, {kind: slot_bytes(self.device, kind) for kind in parts}, parts, self.spec.n_expert)
 
     def make_pool(
-        self, store: ExpertStore, parts: dict[Kind, list[int]], room: int, policy: str, n_pairs: int
+        self, store: ExpertStore, parts: dict[Kind, list[int]], room: int, policy: str
     ) -> None:  # fmt: skip
-        """Slots for experts of the layers `parts`, in `room` bytes."""
+        """Slots for experts of the layers `parts`, for whose pairs room was made, in `room` bytes."""
         spec = self.spec
         slots = self.slots_in(parts, room)
         policies = {kind: make_policy(policy, n_slots=max(1, n), n_layers=spec.n_layers) for kind, n in slots.items()}
@@ -170,8 +168,6 @@ class DeviceSite:
                 )
                 for bank in group.banks
             ]
-            for each in graphs:
-                each.reserve(n_pairs)
             self.pairs.update(dict.fromkeys(group.layers, graphs))
 
     def load(self, files: ModelFiles) -> None:

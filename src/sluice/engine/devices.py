@@ -8,7 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
-from sluice.config import format_size
+from sluice.config import EngineConfig, format_size
 from sluice.engine.device_site import DeviceSite
 from sluice.engine.division import layers_of, wanted
 from sluice.engine.pairs import PAIR_LIMIT, PairGraphs
@@ -52,6 +52,11 @@ def choose(library: Library, name: str) -> Device | None:
         f"--device {name}: the ggml in {library.path} brings {there}: name one of auto, cpu or these, or give another "
         "--ggml"
     )
+
+
+def device_of(library: Library, config: EngineConfig) -> Device | None:
+    """The device that an engine of `config` would use, if it has room and runs the model. Raises InputError."""
+    return None if config.gpu_layers == 0 else choose(library, config.device)
 
 
 def memory_for(device: Device, vram: int | None) -> int:
@@ -155,10 +160,8 @@ class Trial:
     def _expert(self, layer: int) -> float:
         """How far the device's product with the first expert of `layer` is from the processor's."""
         site, host, key = self.site, self.host, ExpertKey(layer, 0)
-        pool, n = site.pool, min(2, host.n_tokens)
-        assert pool is not None
-        group = pool.group(layer)
-        assert group is not None
+        pool, group, n = site.pool, site.group(layer), min(2, host.n_tokens)
+        assert pool is not None and group is not None
         acquired = self.store.acquire([key], 0)
         while not self.store.cache.resident(key):
             self.store.arrived(block=True)
@@ -201,16 +204,14 @@ class Trial:
         if not self.site.pairs or self.site.pool is None:
             return NEVER
         layer, many = min(self.site.pairs), min(MANY, len(self.host.arrays["pair_rows"]), PAIR_LIMIT)
-        group = self.site.pool.group(layer)
-        assert group is not None
-        graphs = self.site.pairs[layer][0]
+        pool, graphs = self.site.pool, self.site.pairs[layer][0]
         self.host.arrays["normed"][:] = 0
         here, there = [], []
         for n in (1, many):
             self._pair_inputs(n, 0, there=True)
             here.append(_least(lambda n=n: self.backend.compute(self.pairs.kept(layer, n))))
             there.append(_least(lambda n=n: self.site.compute(graphs.kept(layer, n))))
-        copy = _least(lambda: self.site.pool and self.site.pool.copy_bytes(layer))
+        copy = _least(lambda: pool.copy_bytes(layer))
         return break_even(copy, here, there, many)
 
 

@@ -340,29 +340,20 @@ class SegmentGraphs:
 
     def reserve(self, n_tokens: int, n_ctx: int, n_streams: int) -> None:
         """Make the allocator large enough for every graph of up to `n_tokens` prompt tokens or `n_streams` streams."""
-        for context, graph in self.largest(n_tokens, n_ctx, n_streams):
+        for _, context, graph in self.largest(n_tokens, n_ctx, n_streams):
             with context:
                 self.allocator.reserve(graph)
 
-    def probe(self, i: int, n_tokens: int, n_ctx: int) -> Iterator[tuple[Context, Graph]]:
-        """Segment `i` and what belongs to its layer, of a token and a prompt; the caller closes each one's context."""
-        for n in (1, n_tokens):
-            n_kv = padded(n_ctx)
-            near = n_kv - near_reach(self.spec, n, n_ctx) if self.spec.window else 0
-            yield self._segment(BatchShape((Columns(0, n, n_kv, near),), 1), i)
-        if i < len(self.spec.moe_layers) and self.spec.n_ff_shared:
-            yield self._shared_graph(self.spec.moe_layers[i], n_tokens)
-
-    def largest(self, n_tokens: int, n_ctx: int, n_streams: int) -> Iterator[tuple[Context, Graph]]:
-        """The graphs that no other needs more memory than; the caller closes each one's context."""
+    def largest(self, n_tokens: int, n_ctx: int, n_streams: int) -> Iterator[tuple[int, Context, Graph]]:
+        """The graphs that no other needs more memory than, each with its segment; the caller closes its context."""
         n_kv = padded(n_ctx)
         for streams, n in ((1, n_tokens), (n_streams, 1), (n_streams, n_tokens // n_streams)):
             near = n_kv - near_reach(self.spec, n, n_ctx) if self.spec.window else 0
             shape = BatchShape(tuple(Columns(s, n, n_kv, near) for s in range(streams)), streams)
             for i in self.only:
-                yield self._segment(shape, i)
-        if len(self.spec.moe_layers) in self.only:
-            yield self.head(0, self.workspace.n_outputs, place=False)
+                yield i, *self._segment(shape, i)
+        if (last := len(self.spec.moe_layers)) in self.only:
+            yield last, *self.head(0, self.workspace.n_outputs, place=False)
         if self.spec.n_ff_shared:
             for layer in self.layers:
-                yield self._shared_graph(layer, n_tokens)
+                yield self.spec.moe_layers.index(layer), *self._shared_graph(layer, n_tokens)

@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 
 from sluice.engine.device_site import DeviceSite
-from sluice.engine.pairs import KEPT_PAIRS, PAIR_LIMIT
+from sluice.engine.ledger import PhaseLedger
+from sluice.engine.pairs import KEPT_PAIRS
 from sluice.engine.segments import BatchShape
-from sluice.engine.step import Demand, Each, Stepper
+from sluice.engine.step import Demand, Each, Stepper, pair_groups
 from sluice.experts.waves import waves
 from sluice.ggml import Graph
 from sluice.types import ExpertKey
 from sluice.vram import Group
 
+PAIR_LISTS = ("pair_rows", "pair_slots", "pair_tokens", "pair_experts")  # what graphs of pairs read
 UPLOADED_AT_ONCE = 8  # experts that a prompt brings up together
 
 
@@ -41,7 +43,7 @@ class SplitStepper(Stepper):
         self._tick = 0
 
     def run(
-        self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: Any,
+        self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger,
         each: Each | None = None, *, decoding: bool = False,
     ) -> np.ndarray:  # fmt: skip
         try:
@@ -83,25 +85,18 @@ class SplitStepper(Stepper):
         self.site.states.clear(stream)
 
     def _logits(self, shape: BatchShape, each: Each | None) -> np.ndarray:
+        if self._here(len(self.spec.moe_layers)) and 0 < shape.n_outputs <= self.workspace.n_outputs:
+            self.site.get("logits", shape.n_outputs)
+        return super()._logits(shape, each)
+
+    def _head(self, start: int, n: int) -> None:
         if not self._here(len(self.spec.moe_layers)):
-            return super()._logits(shape, each)
-        logits, room = self.workspace.arrays["logits"], self.workspace.n_outputs
-        whole = shape.n_outputs <= room
-        n_rows, collected = (shape.n_outputs if whole else shape.n_tokens), []
-        for start in range(0, n_rows, room):
-            n = min(room, n_rows - start)
-            if not whole:
-                context, graph = self.site.segments.head(start, n)
-                with context:
-                    self._compute_there(graph)
-            self.site.get("logits", n)
-            if each is None:
-                collected.append(logits[:n] if whole else logits[:n].copy())
-            else:
-                each(start, logits[:n])
-        if each is not None or not collected:
-            return logits[:0]
-        return collected[0] if whole else np.concatenate(collected)
+            super()._head(start, n)
+            return
+        context, graph = self.site.segments.head(start, n)
+        with context:
+            self._compute_there(graph)
+        self.site.get("logits", n)
 
     # --- segments
 
@@ -145,11 +140,11 @@ class SplitStepper(Stepper):
     # --- experts
 
     def _is_near(self, key: ExpertKey) -> bool:
-        group = None if self.site.pool is None else self.site.pool.group(key.layer)
+        group = self.site.group(key.layer)
         return super()._is_near(key) or (group is not None and group.level.cache.resident(key))
 
     def _below(self, layer: int, keys: list[ExpertKey]) -> list[ExpertKey]:
-        group = None if self.site.pool is None else self.site.pool.group(layer)
+        group = self.site.group(layer)
         return keys if group is None else [key for key in keys if not group.level.cache.resident(key)]
 
     def _experts(self, i: int, shape: BatchShape, n: int, scan: bool) -> None:
@@ -162,7 +157,7 @@ class SplitStepper(Stepper):
         demand, keys, tick = self._demand(layer, routed)
         if self.prefetch:
             self._score_guess(i, routed)
-        group = None if site.pool is None else site.pool.group(layer)
+        group = site.group(layer)
         above, rising = ({}, []) if group is None else group.level.meet(keys, tick, scan=scan)
         below = [key for key in keys if key not in above]
         self._uploaded, self._by_host, self._tick = set(), [], tick
@@ -211,9 +206,8 @@ class SplitStepper(Stepper):
         if not self._here(i):
             super()._compute_pairs(i, demand, keys, slots, n, join=join)
             return
-        pool, here = self.site.pool, keys
-        group = None if pool is None else pool.group(keys[0].layer)
-        if pool is not None and group is not None:
+        here = keys
+        if (group := self.site.group(keys[0].layer)) is not None:
             many = [key for key in keys if len(demand.pairs[key.expert]) >= self.upload_from]
             for at in range(0, len(many), UPLOADED_AT_ONCE):
                 self._upload(i, group, demand, many[at : at + UPLOADED_AT_ONCE], slots, n)
@@ -249,46 +243,23 @@ class SplitStepper(Stepper):
 
     def _pairs_there(self, i: int, group: Group, demand: Demand, slots: dict[ExpertKey, int], n: int) -> None:
         """Have the device begin with the pairs of experts in its `slots`."""
-        layer, by_bank = self.spec.moe_layers[i], {}
+        layer, arrays, site = self.spec.moe_layers[i], self.workspace.arrays, self.site
+        by_bank: dict[int, dict[ExpertKey, int]] = {}
         for key, slot in slots.items():
             bank, index = group.at(slot)
-            by_bank.setdefault(bank, []).append((key, index))
+            by_bank.setdefault(bank, {})[key] = index
         for bank, members in by_bank.items():
-            graphs = self.site.pairs[layer][bank]
-            at = 0
-            while at < len(members):
-                some, n_pairs = [], 0
-                while at < len(members) and (
-                    not some or n_pairs + len(demand.pairs[members[at][0].expert]) <= PAIR_LIMIT
-                ):
-                    some.append(members[at])
-                    n_pairs += len(demand.pairs[members[at][0].expert])
-                    at += 1
-                self._launch(i, graphs, demand, some, n_pairs, n)
-
-    def _launch(
-        self, i: int, graphs: Any, demand: Demand, members: list[tuple[ExpertKey, int]], n_pairs: int, n: int
-    ) -> None:
-        site, arrays, layer = self.site, self.workspace.arrays, self.spec.moe_layers[i]
-        single = n == 1
-        rows = np.concatenate([np.asarray(demand.pairs[key.expert], np.int64) for key, _ in members])
-        counts = [len(demand.pairs[key.expert]) for key, _ in members]
-        arrays["pair_rows"][:n_pairs] = rows
-        arrays["pair_slots"][:n_pairs] = np.repeat([slot for _, slot in members], counts)
-        names = ["pair_rows", "pair_slots"]
-        if "pair_experts" in arrays:
-            arrays["pair_experts"][:n_pairs] = np.repeat([key.expert for key, _ in members], counts)
-            names.append("pair_experts")
-        if not single:
-            arrays["pair_tokens"][:n_pairs] = rows // demand.top_k
-            names.append("pair_tokens")
-        for name in names:
-            site.put(name, n_pairs)
-        if single:
-            site.start(graphs.single(layer, n_pairs))
-        elif n_pairs <= KEPT_PAIRS:
-            site.start(graphs.kept(layer, n_pairs))
-        else:
-            context, graph = graphs.once(layer, n_pairs, 0, graphs.store.n_slots)
-            with context:
-                self._compute_there(graph)
+            graphs = site.pairs[layer][bank]
+            for some, _, _ in pair_groups(demand, list(members), members):
+                n_pairs = self._list_pairs(demand, some, [members[key] for key in some])
+                for name in PAIR_LISTS:
+                    if name in arrays:
+                        site.put(name, n_pairs)
+                if n == 1:
+                    site.start(graphs.single(layer, n_pairs))
+                elif n_pairs <= KEPT_PAIRS:
+                    site.start(graphs.kept(layer, n_pairs))
+                else:
+                    context, graph = graphs.once(layer, n_pairs, 0, graphs.store.n_slots)
+                    with context:
+                        self._compute_there(graph)

@@ -217,14 +217,18 @@ class Stepper:
         collected = []
         for start in range(0, shape.n_tokens, room):
             n = min(room, shape.n_tokens - start)
-            context, graph = self.segments.head(start, n)
-            with context:
-                self._compute(graph)
+            self._head(start, n)
             if each is None:
                 collected.append(logits[:n].copy())
             else:
                 each(start, logits[:n])
         return np.concatenate(collected) if each is None else logits[:0]
+
+    def _head(self, start: int, n: int) -> None:
+        """Make the logits of residual columns [start, start + n)."""
+        context, graph = self.segments.head(start, n)
+        with context:
+            self._compute(graph)
 
     # --- experts
 
@@ -462,22 +466,28 @@ class Stepper:
             else:
                 self._compute(graph)
             return
-        for group, first, n_slots in _pair_groups(demand, keys, slots):
-            rows = np.concatenate([demand.pairs[key.expert] for key in group])
-            counts = [len(demand.pairs[key.expert]) for key in group]
-            n_pairs = len(rows)
-            pair_rows[:n_pairs] = rows
-            self.workspace.arrays["pair_tokens"][:n_pairs] = rows // demand.top_k
-            if pair_experts is not None:
-                pair_experts[:n_pairs] = np.repeat([key.expert for key in group], counts)
+        for group, first, n_slots in pair_groups(demand, keys, slots):
+            n_pairs = sum(len(demand.pairs[key.expert]) for key in group)
             if n_pairs <= KEPT_PAIRS and all_slots * n_pairs * ROW_MAP_ENTRY <= ROW_MAP_BYTES:
-                pair_slots[:n_pairs] = np.repeat([slots[key] for key in group], counts)
+                self._list_pairs(demand, group, [slots[key] for key in group])
                 self._compute(self.pairs.kept(layer, n_pairs))
             else:
-                pair_slots[:n_pairs] = np.repeat([slots[key] - first for key in group], counts)
+                self._list_pairs(demand, group, [slots[key] - first for key in group])
                 context, graph = self.pairs.once(layer, n_pairs, first, n_slots)
                 with context:
                     self._compute(graph)
+
+    def _list_pairs(self, demand: Demand, keys: Sequence[ExpertKey], slots: Sequence[int]) -> int:
+        """Write down all pairs of `keys`, whose experts are in `slots`, for a graph: how many they are."""
+        arrays = self.workspace.arrays
+        rows = np.concatenate([demand.pairs[key.expert] for key in keys])
+        counts, n = [len(demand.pairs[key.expert]) for key in keys], len(rows)
+        arrays["pair_rows"][:n] = rows
+        arrays["pair_tokens"][:n] = rows // demand.top_k
+        arrays["pair_slots"][:n] = np.repeat(slots, counts)
+        if "pair_experts" in arrays:
+            arrays["pair_experts"][:n] = np.repeat([key.expert for key in keys], counts)
+        return n
 
     def _compute(self, graph: Graph) -> None:
         began = perf_counter()
@@ -493,7 +503,7 @@ def _ranked(ids: np.ndarray) -> list[int]:
     return experts[np.argsort(-counts, kind="stable")].tolist()
 
 
-def _pair_groups(
+def pair_groups(
     demand: Demand, keys: list[ExpertKey], slots: dict[ExpertKey, int]
 ) -> Iterator[tuple[list[ExpertKey], int, int]]:
     """Cut `keys` into groups that one graph can take, each with the range of slots that it spans: (first, number)."""

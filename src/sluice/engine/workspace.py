@@ -14,7 +14,7 @@ import numpy as np
 from sluice.ggml import Context, Device, DeviceTensors, GgmlType, Library, Tensor
 from sluice.models.kv_cache import KV_PADDING, padded
 from sluice.models.spec import ModelSpec
-from sluice.models.tensor_memory import HostMemory, page_aligned
+from sluice.models.tensor_memory import HostMemory
 
 # Prompt chunks end at absolute multiples of this many positions, whatever the budget: a row's bits depend on how many
 # rows its attention kernel sees (DESIGN: flash attention takes another kernel from 64 rows on).
@@ -73,15 +73,6 @@ def _shapes(
 def near_reach(spec: ModelSpec, n: int, n_ctx: int) -> int:
     """The most positions that attention with a window spans for `n` consecutive tokens, begun and ended at paddings."""
     return min(padded(n_ctx), padded(spec.window + n) + KV_PADDING)
-
-
-def workspace_bytes(
-    spec: ModelSpec, n_tokens: int, n_streams: int, n_ctx: int, n_outputs: int, recording: bool = False,
-    ahead: bool = False, expert_ids: bool = False,
-) -> int:  # fmt: skip
-    sizes = {GgmlType.F32: 4, GgmlType.F16: 2, GgmlType.I32: 4, GgmlType.I64: 8}
-    shapes = _shapes(spec, n_tokens, n_streams, n_ctx, n_outputs, recording, ahead, expert_ids).values()
-    return sum(page_aligned(sizes[t] * math.prod(shape)) for t, *shape in shapes)
 
 
 class WorkspaceTensors:

@@ -38,7 +38,6 @@ _CALLS: dict[str, tuple] = {
     "ggml_backend_dev_init": (ptr, ptr, text),
     "ggml_backend_dev_supports_op": (C.c_bool, ptr, ptr),
     "ggml_backend_buft_get_max_size": (size, ptr),
-    "ggml_backend_buft_get_alloc_size": (size, ptr, ptr),
     "ggml_backend_alloc_ctx_tensors_from_buft": (ptr, ptr, ptr),
     "ggml_backend_buffer_get_size": (size, ptr),
     "ggml_backend_buffer_set_usage": (None, ptr, i32),
@@ -76,10 +75,6 @@ class Device:
     def max_tensor_bytes(self) -> int:
         """The most that one tensor may take."""
         return self.library.ggml_backend_buft_get_max_size(self.buffer_type)
-
-    def tensor_bytes(self, tensor: Tensor) -> int:
-        """What `tensor` takes of the device's memory, which may be more than its data."""
-        return self.library.ggml_backend_buft_get_alloc_size(self.buffer_type, tensor.ptr)
 
     def unsupported(self, graph: Graph) -> str | None:
         """The name of an operation of `graph` that the device lacks; None if it has all of them."""
@@ -208,6 +203,16 @@ class DeviceTensors:
         array = _bytes(into)
         assert 0 <= at <= tensor.n_bytes - array.nbytes, f"{array.nbytes} bytes at {at} of {tensor!r}"
         self.library.ggml_backend_tensor_get(tensor.ptr, array.ctypes.data, at, array.nbytes)
+
+    def copy(self, tensor: Tensor, source: int, target: int, n: int) -> None:
+        """Copy `n` bytes from `source` bytes into the data of `tensor` to `target`, through the host."""
+        piece = np.empty(n, np.uint8)
+        self.read(tensor, piece, source)
+        self.write(tensor, piece, target)
+
+    def clear(self, tensor: Tensor, at: int, n: int) -> None:
+        """Make `n` bytes of `tensor` zero, from `at` on."""
+        self.write(tensor, np.zeros(n, np.uint8), at)
 
     def close(self) -> None:
         if self._buffer:

@@ -6,7 +6,7 @@ It stands for runs without prefetching and without uploads for one step, whose o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from sluice.experts.cache import ExpertCache
 from sluice.experts.policies import make_policy
 from sluice.experts.tiers import UpperLevel, settle
 from sluice.experts.waves import waves
-from sluice.lab.replay import Demands
+from sluice.lab.replay import Demands, Execution
 from sluice.lab.simulate import demand
 from sluice.types import ExpertKey
 
@@ -41,7 +41,7 @@ class TierCounts:
 
     def only(self, mine: Array) -> TierCounts:
         """Some of the executions, by a mask."""
-        return TierCounts(*(getattr(self, name)[mine] for name in self.__dataclass_fields__))
+        return TierCounts(*(getattr(self, each.name)[mine] for each in fields(self)))
 
 
 def replay_tiers(demands: Demands, groups: Sequence[TierSlots], slots: int, policy: str) -> TierCounts:
@@ -57,7 +57,7 @@ def replay_tiers(demands: Demands, groups: Sequence[TierSlots], slots: int, poli
     return TierCounts(*(np.array(column, np.int32) for column in zip(*found, strict=True)))
 
 
-def _execution(below: ExpertCache, level: UpperLevel | None, slots: int, execution: Any) -> tuple[int, ...]:
+def _execution(below: ExpertCache, level: UpperLevel | None, slots: int, execution: Execution) -> tuple[int, ...]:
     counters, keys, tick = below.counters, execution.keys, execution.tick
     above: list[ExpertKey] = []
     rising: list[ExpertKey] = []

@@ -68,27 +68,8 @@ class HostMemory:
         self._memory.close()
 
 
-class DeviceMemory:
-    """Tensors in a device's memory; what is copied or cleared there goes through the host."""
-
-    def __init__(self, device: Device, context: Context) -> None:
-        self._tensors = DeviceTensors(device, context)
-        self.n_bytes = self._tensors.n_bytes
-
-    def copy(self, tensor: Tensor, source: int, target: int, n: int) -> None:
-        piece = np.empty(n, np.uint8)
-        self._tensors.read(tensor, piece, source)
-        self._tensors.write(tensor, piece, target)
-
-    def clear(self, tensor: Tensor, at: int, n: int) -> None:
-        self._tensors.write(tensor, np.zeros(n, np.uint8), at)
-
-    def close(self) -> None:
-        self._tensors.close()
-
-
 def lay(library: Library, context: Context, tensors: Sequence[Tensor], device: Device | None) -> TensorMemory:
     """Memory for `tensors`, which are all that `context` has: of `device`, or the host's where that is None."""
     if device is None or not tensors:
         return HostMemory(library, tensors)
-    return DeviceMemory(device, context)
+    return DeviceTensors(device, context)

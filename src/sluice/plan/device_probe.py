@@ -21,13 +21,6 @@ class DeviceSpeeds:
     up_bytes_per_s: float
     down_bytes_per_s: float
 
-    def as_dict(self) -> dict[str, float]:
-        return {
-            "memory_bytes_per_s": self.memory_bytes_per_s,
-            "up_bytes_per_s": self.up_bytes_per_s,
-            "down_bytes_per_s": self.down_bytes_per_s,
-        }
-
 
 def measure_device(device: Device, n_bytes: int = PROBE_BYTES) -> DeviceSpeeds:
     """Copy `n_bytes` there, back and within, a few times each; the fastest counts. Raises GgmlError."""
