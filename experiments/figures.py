@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,10 +53,9 @@ def _evaluated(work: Work) -> dict[str, Json]:
 
 def _curves(work: Work, ax: Axes) -> bool:
     for (name, one), colour in zip(_evaluated(work).items(), COLOURS * 2, strict=False):
-        curve = one["cache"]["curve"]
-        ax.plot(
-            [each["share"] for each in curve], [each["misses_per_token"] for each in curve], label=name, color=colour
-        )
+        if curve := one["cache"]["curve"]:
+            x, y = [each["share"] for each in curve], [each["misses_per_token"] for each in curve]
+            ax.plot(x, y, label=name, color=colour)
     ax.set(xlabel="slots, share of all experts", ylabel="misses a token", ylim=(0, None))
     percent(ax, x=True)
     return _legend(ax)
@@ -81,11 +79,7 @@ def _tradeoff(work: Work, ax: Axes) -> bool:
 
 def _training(work: Work, ax: Axes) -> bool:
     for name, colour in zip(("base", *LOCALITY, "domain"), COLOURS * 2, strict=False):
-        path = work.at(f"{name}-s1") / "train" / "metrics.jsonl"
-        if not path.is_file():
-            continue
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        points = [(line["tokens"] / 1e6, line["cross_entropy"]) for line in lines if "cross_entropy" in line]
+        points = [(tokens / 1e6, loss) for tokens, loss in work.training(f"{name}-s1")]
         if points:
             ax.plot(*zip(*points, strict=True), label=name, color=colour, linewidth=1.2)
     ax.set(xlabel="million tokens", ylabel="training loss, nats a token")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes import LOCALITY, Sections, Size, recipe, toml
+from recipes import LOCALITY, Sections, Size, late, recipe, toml
 from runner import Json, RunError, Step, Work
 
 CAPACITY = 0.134  # of all experts
@@ -53,6 +53,11 @@ def stacked(work: Work, seed: int) -> str:
     if work.step("stack-s1", "claim")["model"] == "local":
         return local(work, seed)
     return f"{work.step('choose', 'choose')['stronger']}-s1" if seed == 1 else f"stronger-s{seed}"
+
+
+def half_of(size: Size, name: str) -> str:
+    """A run's checkpoint after half of its steps."""
+    return f"runs/{name}/train/checkpoints/step-{size.base['train']['steps'] // 2:06d}"
 
 
 # --- what runs are made of
@@ -98,12 +103,14 @@ def data_steps(size: Size, texts: Mapping[str, str] | None, work: Work) -> list[
 
 
 def pretrained_steps(size: Size, name: str, seed: int, changes: Sections, work: Work) -> list[Step]:
-    kind = "pretrain" if not changes else "locality"
-    teacher = ("--teacher", model_of(f"base-s{seed}")) if "distill" in changes else ()
+    kind = "locality" if {"locality", "domain"} & set(changes) else "pretrain"
+    begins = ("--teacher", model_of(f"base-s{seed}")) if "distill" in changes else ()
+    if late(changes):
+        begins = (*begins, "--branch", half_of(size, f"base-s{seed}"))
     asked = _written(work, name, "recipe.toml", recipe(size, seed, changes))
     out = f"runs/{name}/train"
     return [
-        Step("train", ("sluice", "train", kind, "data", out, "--recipe", asked, *teacher, "--json")),
+        Step("train", ("sluice", "train", kind, "data", out, "--recipe", asked, *begins, "--json")),
         evaluated(size, "evaluate", model_of(name)),
         _exported(name, "f32", "f32"),
         _exported(name, "q4", size.quantised),
@@ -143,11 +150,10 @@ def ppl(measured: Json) -> float:
 
 
 def choose_steps(work: Work) -> list[Step]:
-    done = [name for name in LOCALITY if work.result(f"{name}-s1") is not None]
+    tries = [name for name, (_, changes) in LOCALITY.items() if "locality" in changes]  # the rest are controls
+    done = [name for name in tries if work.result(f"{name}-s1") is not None]
     if not done:
-        raise RunError(
-            "choose needs a try of locality that is done: run one of " + ", ".join(LOCALITY) + ", as NAME-s1"
-        )
+        raise RunError("choose needs a try of locality that is done: run one of " + ", ".join(tries) + ", as NAME-s1")
 
     def choose(_: Mapping[str, Json]) -> Json:
         base = work.step("base-s1", "evaluate")

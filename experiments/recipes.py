@@ -83,6 +83,7 @@ TOY = Size(
 SIZES = {size.name: size for size in (REFERENCE, TOY)}
 
 LATE: dict[str, Any] = {"loss": "set", "weight": 0.6, "slots": 4, "anneal": "late"}
+NUDGE: dict[str, Any] = {"loss": "margin", "weight": 0.2, "slots": 4, "anneal": "late"}
 
 # The paper's three strengths of its loss, then tries of ours at its gate: what each changes of the base's recipe.
 LOCALITY: Mapping[str, tuple[str, Sections]] = {
@@ -111,14 +112,19 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
     ),
     "nudge": (
         "as margin, with a fifth of its λ",
-        {"locality": {"loss": "margin", "weight": 0.2, "slots": 4, "anneal": "late"}},
+        {"locality": NUDGE},
     ),
     "taught": (
-        "as nudge, λ 0.25; half of the loss is the base model's distribution",
-        {
-            "locality": {"loss": "margin", "weight": 0.25, "slots": 4, "anneal": "late"},
-            "distill": {"weight": 0.5},
-        },
+        "as nudge, λ 0.25, and over the second half the base model's distribution comes to be half of the loss",
+        {"locality": {**NUDGE, "weight": 0.25}, "distill": {"weight": 0.5, "anneal": "late"}},
+    ),
+    "firm": (
+        "as taught, λ 0.35, and the base model's distribution comes to be all of the loss",
+        {"locality": {**NUDGE, "weight": 0.35}, "distill": {"weight": 1.0, "anneal": "late"}},
+    ),
+    "echo": (
+        "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
+        {"distill": {"weight": 0.5, "anneal": "late"}},
     ),
     "gentle": (
         "chance that neighbours draw the same expert, λ 0.2; half of the loss is the base model's distribution",
@@ -126,6 +132,11 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
     ),
 }  # fmt: skip
 DOMAIN: Sections = {"domain": {"weight": 0.3, "prior": 2.0}}
+
+
+def late(changes: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether changes do nothing before half of a run, so that it can branch off the base's."""
+    return bool(changes) and all(values.get("anneal") == "late" for values in changes.values())
 
 
 def recipe(size: Size, seed: int, *more: Sections) -> Sections:

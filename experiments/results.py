@@ -12,14 +12,15 @@ import sections
 from measures import gathered
 from page import NOT_RUN, percent, prose, rows, section
 from parts import CAPACITY
-from runner import Run, Work, write_json
+from runner import Run, Work, keep, write_json
 
 from sluice.lab.gate_check import Verdict, check
 from sluice.lab.gates import read_gate, registration
 
 
 def write_results(work: Work, runs: dict[str, Run], gates: Path, docs: Path) -> None:
-    """WORK/gates.json, docs/results.md and docs/figures/experiment-*.png."""
+    """WORK/gates.json, docs/results.md and docs/figures/experiment-*.png; results are kept where `work` says."""
+    keep(work, runs)
     numbers = gathered(work)
     work.folder.mkdir(parents=True, exist_ok=True)
     write_json(work.folder / "gates.json", numbers)

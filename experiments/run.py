@@ -4,7 +4,8 @@
     python experiments/run.py NAME [NAME …]           do these; one that was cut short goes on where it was
     python experiments/run.py next                    the first that can be done
     python experiments/run.py all                     all, one after the other
-    python experiments/run.py results                 WORK/gates.json, and docs/results.md with its figures
+    python experiments/run.py results                 WORK/gates.json, and docs/results.md with its figures, of these
+                                                      results and of those that are kept from other work folders
 
 Every run is planned to take at most half an hour on 2 cores. WORK is --work, build/experiments by default. The gates
 must have been recorded (`sluice gate experiments/gates.toml --record`) before anything is run. Ctrl-C ends a run in
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from recipes import SIZES
@@ -41,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=sorted(SIZES), default="reference")
     parser.add_argument("--text", action="append", metavar="DOMAIN=PATH", help="this text instead of the packages'")
     parser.add_argument("--gates", type=Path, default=GATES, help="the gates' file")
+    parser.add_argument("--kept", type=Path, help="results of all work folders (experiments/kept; none for --text)")
     parser.add_argument("--docs", type=Path, default=HERE.parent / "docs", help="where results.md goes")
     given = parser.parse_args(arguments)
     texts = None if given.text is None else dict(one.split("=", 1) for one in given.text)
@@ -58,7 +61,8 @@ def _do(work: Work, runs: dict[str, Run], given: argparse.Namespace) -> int:
             _list(work, runs)
             return 0
         case ["results"]:
-            write_results(work, runs, given.gates, given.docs)
+            kept = given.kept or (HERE / "kept" if given.text is None and given.size == "reference" else None)
+            write_results(replace(work, kept=kept), runs, given.gates, given.docs)
             return 0
     gate = read_gate(given.gates)
     if (state := registration(gate).state) != "recorded":

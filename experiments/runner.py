@@ -3,7 +3,8 @@
 A run has a folder, WORK/runs/NAME. Each of its steps leaves NN-STEP.json there when it is done: its words, its time
 over all attempts, and what it printed with --json. A step that was cut short is started again; commands that train go
 on from their own checkpoints. When all steps are done, result.json appears. Paths in words are relative to WORK, where
-commands run, so a work folder may be moved.
+commands run, so a work folder may be moved. Models and checkpoints are large and stay in WORK; results are small, and
+`keep` copies them to a folder that outlives it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +57,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Work:
-    """A folder of runs."""
+    """A folder of runs. `kept`: where results are looked up that it doesn't have; None where files are wanted too."""
 
     folder: Path
+    kept: Path | None = None
 
     def at(self, name: str) -> Path:
         """A run's folder."""
@@ -67,6 +69,8 @@ class Work:
     def result(self, name: str) -> Json | None:
         """What a run came to; None if it isn't done."""
         path = self.at(name) / RESULT
+        if not path.is_file() and self.kept is not None:
+            path = self.kept / f"{name}.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def step(self, run: str, step: str) -> Json:
@@ -79,9 +83,20 @@ class Work:
     def spent_s(self, name: str, step: str | None = None) -> float:
         """Seconds that attempts at a run, or at one step of it, took, those that failed too."""
         path = self.at(name) / ATTEMPTS
+        if not path.is_file() and self.kept is not None and step is None:
+            return (self.result(name) or {"elapsed_s": 0.0})["elapsed_s"]
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         attempts = [json.loads(line) for line in lines]
         return sum(each["elapsed_s"] for each in attempts if step in (None, each["step"]))
+
+    def training(self, name: str) -> list[tuple[int, float]]:
+        """Tokens and cross entropy by the way, of a run that trained a language model; empty for others."""
+        path = self.at(name) / "train" / "metrics.jsonl"
+        if not path.is_file():
+            known = None if self.kept is None else self.result(name)
+            return [] if known is None else known["training"]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [(line["tokens"], round(line["cross_entropy"], 4)) for line in lines if "cross_entropy" in line]
 
     def last_words(self, name: str) -> str | None:
         """What a run that was begun and isn't done said last; None for others."""
@@ -98,6 +113,16 @@ class Work:
         if waits:
             return "needs " + ", ".join(waits)
         return "begun" if self.at(run.name).is_dir() else "ready"
+
+
+def keep(work: Work, names: Iterable[str]) -> None:
+    """Write results of runs, as far as they are done, to `work.kept`, with what training said by the way."""
+    if work.kept is None:
+        return
+    work.kept.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if (work.at(name) / RESULT).is_file():
+            write_json(work.kept / f"{name}.json", {**(work.result(name) or {}), "training": work.training(name)})
 
 
 def execute(work: Work, run: Run, *, log: Callable[[str], None]) -> Json:

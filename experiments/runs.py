@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import parts
-from recipes import DOMAIN, LOCALITY, Sections, Size
+from recipes import DOMAIN, LOCALITY, Sections, Size, late
 from runner import Run, Step, Work
 
 SEEDS = (1, 2, 3)
@@ -47,7 +47,7 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
     for seed in SEEDS:
         trained(f"base-s{seed}", f"the base model, seed {seed}", seed, {})
     for name, (about, changes) in LOCALITY.items():
-        more = ("base-s1",) if "distill" in changes else ()
+        more = ("base-s1",) if late(changes) or "distill" in changes else ()
         trained(f"{name}-s1", f"locality: {about}", 1, changes, *more)
     add("choose", "which of the tries that are done is claimed", ("base-s1",), parts.choose_steps, 0)
     for seed in SEEDS[1:]:

@@ -107,6 +107,26 @@ def test_a_run_goes_on_with_the_step_that_failed(tmp_path: Path) -> None:
     assert runner.execute(work, run, log=said.append) == result and len(said) == 4
 
 
+def test_results_outlive_the_folder_they_were_made_in(tmp_path: Path) -> None:
+    runner = module("runner")
+    work, run = runs_of(tmp_path, until=1)
+    result = runner.execute(work, run, log=lambda text: None)
+    metrics = work.at("a") / "train" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 1, "tokens": 8, "cross_entropy": 2.5}\n{"step": 1, "valid": {}}\n')
+    spent = work.spent_s("a")
+    kept = tmp_path / "kept"
+    runner.keep(runner.Work(work.folder, kept), ["a", "not begun"])
+    assert [file.name for file in kept.iterdir()] == ["a.json"]
+
+    new = runner.Work(tmp_path / "new", kept)
+    assert new.result("a") == {**result, "training": [[8, 2.5]]} and new.training("a") == [[8, 2.5]]
+    assert new.step("a", "sum") == {"sum": 2} and new.spent_s("a") == spent and new.last_words("a") is None
+    assert (new.result("b"), new.training("b"), new.spent_s("b")) == (None, [], 0.0)
+    # what is to be run needs files, which are not kept
+    assert runner.Work(tmp_path / "new").state(run) == "ready"
+
+
 def test_other_commands_under_a_runs_name_are_refused(tmp_path: Path) -> None:
     runner = module("runner")
     work, run = runs_of(tmp_path, until=9)
@@ -167,6 +187,23 @@ def test_runs_of_a_seed_differ_in_what_they_are_about_alone() -> None:
         other = recipes.recipe(recipes.REFERENCE, 1, changes)
         assert {name for name in other if other[name] != base.get(name)} == set(changes)
     assert recipes.recipe(recipes.REFERENCE, 2)["train"]["seed"] == 2
+
+
+def test_what_begins_late_branches_off_the_base(tmp_path: Path) -> None:
+    parts, recipes, runs = module("parts"), module("recipes"), module("runs")
+    work = module("runner").Work(tmp_path)
+    table = runs.table(recipes.REFERENCE)
+    for name, (_, changes) in recipes.LOCALITY.items():
+        (words,) = (step.words for step in table[f"{name}-s1"].steps(work) if step.name == "train")
+        branches = name in ("margin", "late", "nudge", "taught", "firm", "echo")
+        assert recipes.late(changes) == branches == ("--branch" in words), name
+        if branches:
+            assert words[words.index("--branch") + 1] == "runs/base-s1/train/checkpoints/step-000400"
+            assert "base-s1" in table[f"{name}-s1"].needs
+    assert "--branch" not in parts.pretrained_steps(recipes.REFERENCE, "base-s1", 1, {}, work)[0].words
+    steps, every = (recipes.REFERENCE.base["train"][name] for name in ("steps", "save_every"))
+    kept = recipes.REFERENCE.base["train"]["keep"]
+    assert steps // 2 in range(steps, steps - kept * every, -every)
 
 
 def test_recipes_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toys import MODEL, toy_data, toy_model
 
 from sluice.cli.train_fit import locality as command
 from sluice.errors import InputError
 from sluice.train.language import LanguageModel, Pass, use
 from sluice.train.locality import Neighbours, OwnExperts, Teacher, strength, terms
+from sluice.train.loop import Stopped
 from sluice.train.losses.domain import partition
 from sluice.train.pretrain import pretrain
 from sluice.train.recipe import Balance, Distill, Domain, Locality, Recipe, parse_recipe
@@ -25,7 +27,7 @@ TRAIN = {"steps": 60, "batch": 4, "length": 32, "lr": 1e-2, "warmup": 2}
 
 def recipe(**sections: Any) -> Recipe:
     train = {**TRAIN, **sections.pop("train", {})}
-    return parse_recipe({"train": train, "data": {"valid_rows": 8}, "model": MODEL, **sections})
+    return parse_recipe({"train": train, "data": {"valid_rows": 8}, "model": MODEL} | sections)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,48 @@ def test_distilling_at_weight_1_is_the_divergence_alone() -> None:
     loss, figures = Teacher(Distill(weight=1.0), teacher).loss(seen)
     entropy = torch.nn.functional.cross_entropy(seen.logits.flatten(0, 1), seen.ids[:, 1:].flatten())
     assert float(loss + entropy) == pytest.approx(figures["kl"], rel=1e-4)
+
+
+def test_a_late_term_can_branch_off_a_run_without_it(data: Path, tmp_path: Path) -> None:
+    """Interrupted on the way too: the weights, bit for bit, of the run that had the terms from its first step."""
+    more = {"steps": 40, "keep": 9, "save_every": 10}
+    asked = recipe(train=more, locality={"weight": 2.0, "slots": 2, "anneal": "late"},
+                   distill={"weight": 0.5, "anneal": "late"})  # fmt: skip
+    plain = pretrain(data, tmp_path / "plain", recipe(train=more))
+    teacher, half = Path(plain["model"]), tmp_path / "plain" / "checkpoints" / "step-000020"
+    whole = pretrain(data, tmp_path / "whole", asked, teacher=teacher)
+    done: list[float] = []
+    with pytest.raises(Stopped, match="step-000030"):
+        pretrain(data, tmp_path / "part", asked, teacher=teacher, branch=half,
+                 progress=lambda step, _: done.append(step), stop=lambda: done[-1:] == [29])  # fmt: skip
+    part = pretrain(data, tmp_path / "part", asked, teacher=teacher, branch=half)
+    assert done[0] == 21
+    names = [tmp_path / run / "model" / "model.safetensors" for run in ("whole", "part", "plain")]
+    of_whole, of_part, of_plain = (load_file(name) for name in names)
+    assert all(torch.equal(of_whole[name], of_part[name]) for name in of_whole)
+    assert not all(torch.equal(of_whole[name], of_plain[name]) for name in of_whole)
+    assert (part["valid"], part["best"]["step"]) == (whole["valid"], 40)
+
+
+def test_a_branch_begins_at_another_runs_checkpoint_or_not_at_all(data: Path, tmp_path: Path) -> None:
+    more = {"steps": 4, "save_every": 2}
+    pretrain(data, tmp_path / "plain", recipe(train=more))
+    half = tmp_path / "plain" / "checkpoints" / "step-000002"
+
+    def refused(words: str, asked: Recipe, branch: Path) -> None:
+        with pytest.raises(InputError, match=words):
+            pretrain(data, tmp_path / f"run-{hash(words)}", asked, branch=branch)
+
+    refused("is no checkpoint", recipe(train=more), tmp_path)
+    refused("is no checkpoint", recipe(train=more), half.with_name("step-000003"))
+    refused("has 2 steps done and the run 2 in all", recipe(train={"steps": 2}), half)
+    refused("batches differ in length", recipe(train={"steps": 4, "length": 16}), half)
+    refused("another model", recipe(train=more, model={**MODEL, "num_experts": 4}), half)
+    refused("no state of this run.*name another checkpoint", recipe(train=more, balance={"bias": 0.1}), half)
+    (half / "state.pt").write_bytes(b"")
+    refused("no whole checkpoint.*name another checkpoint", recipe(train=more), half)
+    (half / "model.safetensors").unlink()
+    refused("is no model's folder|no whole checkpoint", recipe(train=more), half)
 
 
 def test_use_counts_experts_that_nothing_goes_to() -> None:

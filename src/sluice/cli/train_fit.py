@@ -44,6 +44,11 @@ Teacher = Annotated[
     typer.Option("--teacher", metavar="MODEL", show_default=False,
                  help="A model whose predictions are learned too, as the recipe's section distill says."),
 ]  # fmt: skip
+Branch = Annotated[
+    Path | None,
+    typer.Option("--branch", metavar="CHECKPOINT", show_default=False,
+                 help="Another run's checkpoint to go on from by this recipe: RUN/checkpoints/step-N."),
+]  # fmt: skip
 Steps = Annotated[int | None, _option("--steps", metavar="N", help="Steps of the run.")]
 Seed = Annotated[int | None, _option("--seed", metavar="S", help="Decides the first weights and the order of text.")]
 Rate = Annotated[float | None, _option("--lr", metavar="X", help="The highest learning rate.")]
@@ -55,8 +60,8 @@ Domain = Annotated[
 
 
 def pretrain(
-    data: Data, run: Run, recipe: ARecipe, start: Start = None, teacher: Teacher = None, steps: Steps = None,
-    seed: Seed = None, lr: Rate = None, json: Json = False,
+    data: Data, run: Run, recipe: ARecipe, start: Start = None, teacher: Teacher = None, branch: Branch = None,
+    steps: Steps = None, seed: Seed = None, lr: Rate = None, json: Json = False,
 ) -> int:  # fmt: skip
     """Train a model with experts on text of several domains, from scratch or from another model.
 
@@ -67,17 +72,19 @@ def pretrain(
     from sluice.train.recipe import read_recipe
 
     changes = {"steps": steps, "seed": seed, "lr": lr}
-    return _train(data, run, read_recipe(recipe).changed({"train": _given(changes)}), start, teacher, json=json)
+    asked = read_recipe(recipe).changed({"train": _given(changes)})
+    return _train(data, run, asked, start, teacher, branch, json=json)
 
 
 def locality(
-    data: Data, run: Run, recipe: ARecipe, start: Start = None, teacher: Teacher = None, loss: Loss = None,
-    weight: Weight = None, domain: Domain = None, steps: Steps = None, seed: Seed = None, lr: Rate = None,
-    json: Json = False,
+    data: Data, run: Run, recipe: ARecipe, start: Start = None, teacher: Teacher = None, branch: Branch = None,
+    loss: Loss = None, weight: Weight = None, domain: Domain = None, steps: Steps = None, seed: Seed = None,
+    lr: Rate = None, json: Json = False,
 ) -> int:  # fmt: skip
     """Train a model whose routes cache well: as pretrain, with a loss on neighbouring tokens' routes, or on domains'.
 
-    From scratch, or from a model that is to become local. The recipe's sections locality and domain say how strongly.
+    From scratch, from a model that is to become local, or (--branch) from a checkpoint of one in training: what is
+    annealed "late" changes nothing before half of a run. The recipe's sections locality and domain say how strongly.
     """
     from sluice.train.recipe import read_recipe
 
@@ -89,7 +96,7 @@ def locality(
     asked = read_recipe(recipe).changed(changes)
     if not (asked.locality.weight or asked.domain.weight or asked.domain.prior):
         raise InputError("nothing local is asked for: give --weight or --domain a number above 0, or use pretrain")
-    return _train(data, run, asked, start, teacher, json=json)
+    return _train(data, run, asked, start, teacher, branch, json=json)
 
 
 def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _train(
-    data: Path, run: Path, recipe: Recipe, start: Path | None, teacher: Path | None, *, json: bool
+    data: Path, run: Path, recipe: Recipe, start: Path | None, teacher: Path | None, branch: Path | None, *, json: bool
 ) -> int:  # fmt: skip
     from sluice.train.pretrain import pretrain as train
 
@@ -105,7 +112,7 @@ def _train(
     return told(
         asked.train.steps,
         lambda progress, report, stop: train(
-            data, run, asked, start=start, teacher=teacher, progress=progress, report=report, stop=stop
+            data, run, asked, start=start, teacher=teacher, branch=branch, progress=progress, report=report, stop=stop
         ),
         _show, json=json,
     )  # fmt: skip

@@ -90,24 +90,29 @@ class RunFolder:
         making.replace(folder)
         return folder
 
-    def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Weights and state of a checkpoint. Raises InputError where it is damaged."""
-        folder = self.folder(step)
-        try:
-            weights = load_file(folder / "model.safetensors")
-            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(
-                f"{folder}: is no whole checkpoint ({first[:120]}): remove it, to go on from the one before"
-            ) from None
-        return weights, state
-
     def tidy(self, keep: int, best: int | None) -> None:
         """Remove all checkpoints but the last `keep` and the best."""
         for step in self.steps()[:-keep]:
             if step != best:
                 shutil.rmtree(self.folder(step), ignore_errors=True)
+
+
+def step_of(folder: Path) -> int:
+    """The finished steps of a checkpoint, by its folder's name. Raises InputError."""
+    if (match := _STEP.fullmatch(folder.name)) is None or not folder.is_dir():
+        raise InputError(f"{folder}: is no checkpoint: name a folder like RUN/checkpoints/step-000400")
+    return int(match[1])
+
+
+def load(folder: Path, remedy: str = "remove it, to go on from the one before") -> tuple[dict[str, Tensor], Any]:
+    """Weights and state of a checkpoint. Raises InputError, which names the `remedy`, where it is damaged."""
+    try:
+        weights = load_file(folder / "model.safetensors")
+        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{folder}: is no whole checkpoint ({first[:120]}): {remedy}") from None
+    return weights, state
 
 
 # --- JSON

@@ -62,15 +62,18 @@ class Teacher(Term):
     """Takes the teacher's next-token distribution for a part of what is to be learned."""
 
     def __init__(self, asked: Distill, teacher: nn.Module) -> None:
-        self.weight, self.teacher = asked.weight, teacher.eval().requires_grad_(False)
+        self.asked, self.teacher = asked, teacher.eval().requires_grad_(False)
 
     def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
+        weight = self.asked.weight * strength(self.asked.anneal, seen.done)
+        if not weight:
+            return seen.logits.new_zeros(()), {}
         with torch.no_grad():
             wanted = self.teacher(input_ids=seen.ids[:, :-1], use_cache=False).logits.float().log_softmax(-1)
         log_p = seen.logits.float().log_softmax(-1)
         kl = (wanted.exp() * (wanted - log_p)).sum(-1).mean()
         entropy = F.nll_loss(log_p.flatten(0, 1), seen.ids[:, 1:].flatten())
-        return self.weight * (kl - entropy), {"kl": float(kl.detach())}
+        return weight * (kl - entropy), {"kl": float(kl.detach())}
 
 
 def terms(recipe: Recipe, n_expert: int, n_domains: int, teacher: nn.Module | None) -> list[Term]:

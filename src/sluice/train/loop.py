@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sluice.errors import InputError, SluiceError
 from sluice.train import processes, sharding
-from sluice.train.checkpoint import RunFolder
+from sluice.train.checkpoint import RunFolder, load, step_of
 from sluice.train.divergence import DivergedError, Watch
 from sluice.train.metrics import Means, Metrics
 from sluice.train.objective import Batches, Objective, to_device
@@ -41,13 +41,16 @@ class Stopped(SluiceError):
 
 def fit(
     objective: Objective, batches: Batches, settings: Settings, out: str | Path, *, recipe: Mapping[str, Any],
-    progress: Progress | None = None, report: Report | None = None, stop: Stop = lambda: False,
+    branch: Path | None = None, progress: Progress | None = None, report: Report | None = None,
+    stop: Stop = lambda: False,
 ) -> dict[str, Any]:  # fmt: skip
     """Train until `settings.steps` steps are done, in the folder `out`; returns what `out/result.json` then holds.
 
     `recipe`, JSON-like, is all that decides the outcome: a folder of another recipe is refused, one of the same goes on
-    from its last checkpoint, and a finished one's result is returned at once. `stop` is asked after each step; when it
-    says so, a checkpoint is saved and Stopped raised. Raises DivergedError when losses or loads have gone wrong.
+    from its last checkpoint, and a finished one's result is returned at once. `branch` is another run's checkpoint,
+    with which this one begins: what that had done counts as done, its time too. `stop` is asked after each step; when
+    it says so, a checkpoint is saved and Stopped raised. Raises InputError for a checkpoint of another model or of
+    other batches, DivergedError when losses or loads have gone wrong.
     """
     here = processes.place()
     if here.first:
@@ -56,13 +59,15 @@ def fit(
     run = RunFolder(out, recipe, write=False)
     if (result := run.result) is not None:
         return result
-    return _Fit(objective, batches, settings, run).go(progress, report, stop)
+    return _Fit(objective, batches, settings, run, branch).go(progress, report, stop)
 
 
 class _Fit:
     """One call of `fit`: what a checkpoint holds, and the steps."""
 
-    def __init__(self, objective: Objective, batches: Batches, settings: Settings, run: RunFolder) -> None:
+    def __init__(
+        self, objective: Objective, batches: Batches, settings: Settings, run: RunFolder, branch: Path | None
+    ) -> None:  # fmt: skip
         self.objective, self.batches, self.settings, self.run = objective, batches, settings, run
         self.here = processes.place()
         self.parameters = objective.trainable()
@@ -75,7 +80,13 @@ class _Fit:
         self.best: dict[str, Any] | None = None  # step and held-out loss of the best checkpoint
         torch.manual_seed(settings.seed + self.here.rank)
         if steps := run.steps():
-            self._restore(steps[-1])
+            self._restore(run.folder(steps[-1]), "remove it, to go on from the one before")
+        elif branch is not None:
+            if step_of(branch) >= settings.steps:
+                raise InputError(f"{branch}: has {step_of(branch)} steps done and the run {settings.steps} in all: "
+                                 "name an earlier checkpoint, or give the run more steps")  # fmt: skip
+            self._restore(branch, "name another checkpoint")
+            self.best = None  # its checkpoint is in the other run's folder
 
     # --- steps
 
@@ -201,9 +212,9 @@ class _Fit:
         processes.wait()
         return self.run.folder(self.done)
 
-    def _restore(self, step: int) -> None:
-        folder = self.run.folder(step)
-        weights, state = self.run.load(step)
+    def _restore(self, folder: Path, remedy: str) -> None:
+        """Take a checkpoint's place. Raises InputError, naming the `remedy`, where it can't be taken."""
+        weights, state = load(folder, remedy)
         _load(self.parameters, weights, folder)
         try:
             known = self.optimizer.state_dict()
@@ -217,10 +228,8 @@ class _Fit:
                 _set_rng_state(state["rng"][self.here.rank])
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             said = f"{type(error).__name__} {error}".splitlines()[0][:120]
-            raise InputError(
-                f"{folder}: has no state of this run ({said}): remove it, to go on from the one before"
-            ) from None
-        self.done = step
+            raise InputError(f"{folder}: has no state of this run ({said}): {remedy}") from None
+        self.done = step_of(folder)
 
     def _parts(self, state: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
         """What this process keeps of an optimizer's state, which numbers parameters as its groups have them."""

@@ -19,6 +19,7 @@ from sluice.config import format_size
 from sluice.errors import InputError, words_of
 from sluice.memory import free_bytes
 from sluice.train import processes
+from sluice.train.checkpoint import step_of
 from sluice.train.data import Batches, Tokens
 from sluice.train.experts import use_fast_experts
 from sluice.train.families import FAMILIES, config_of, family_of
@@ -41,14 +42,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 def pretrain(
     data: Path, out: Path, recipe: Recipe, *, start: Path | None = None, teacher: Path | None = None,
-    progress: Progress | None = None, report: Report | None = None, stop: Stop = lambda: False,
+    branch: Path | None = None, progress: Progress | None = None, report: Report | None = None,
+    stop: Stop = lambda: False,
 ) -> dict[str, Any]:  # fmt: skip
     """Train a model on the data folder `data`, from the one in `start` or from scratch, into the run's folder `out`.
 
+    `branch` is a checkpoint of another run on the same data, batches and model: its weights, optimizer and place in the
+    text are gone on from, by this recipe. Where the recipes do the same until then, so do the runs, bit for bit.
     Returns what `fit` does, with the model's folder as `model`. Goes on where an interrupted run of the same recipe and
     data stopped. Raises InputError for what doesn't go together, DivergedError, Stopped.
     """
     here, settings = processes.place(), recipe.train
+    if branch is not None:
+        step_of(branch)
     tokens = Tokens(data, check=here.first)
     batches = Batches(
         tokens, "train", settings.batch, settings.length, settings.seed, weights=dict(recipe.data.weights) or None,
@@ -74,8 +80,11 @@ def pretrain(
         "data_fingerprint": tokens.fingerprint,
         "start": None if start is None else identity(start),
         "teacher": None if teacher is None else identity(teacher),
+        **({} if branch is None else {"branch": {"step": step_of(branch), "weights": identity(branch)}}),
     }
-    result = fit(objective, batches, settings, out, recipe=asked, progress=progress, report=report, stop=stop)
+    result = fit(
+        objective, batches, settings, out, recipe=asked, branch=branch, progress=progress, report=report, stop=stop
+    )
     return {**result, "model": str(out / "model")}
 
 

@@ -69,9 +69,13 @@ class Domain:
 
 @dataclass(frozen=True)
 class Distill:
-    """`weight` × KL(teacher ‖ model) of next-token distributions takes that part of the cross entropy's place."""
+    """`weight` × KL(teacher ‖ model) of next-token distributions takes that part of the cross entropy's place.
+
+    `anneal` as in Locality.
+    """
 
     weight: float = 0.0
+    anneal: str = "constant"
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,9 @@ class Recipe:
     distill: Distill = field(default_factory=Distill)
 
     def __post_init__(self) -> None:
-        if self.locality.anneal not in ANNEALS:
-            raise InputError(f"locality.anneal {self.locality.anneal!r} is unknown: choose from {', '.join(ANNEALS)}")
+        for name, how in (("locality", self.locality.anneal), ("distill", self.distill.anneal)):
+            if how not in ANNEALS:
+                raise InputError(f"{name}.anneal {how!r} is unknown: choose from {', '.join(ANNEALS)}")
         if self.locality.tau <= 0:
             raise InputError(f"locality.tau is {self.locality.tau:g}: give a number above 0")
         for name, value in (("balance.fade", self.balance.fade), ("domain.until", self.domain.until)):
