@@ -122,6 +122,17 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         "as taught, λ 0.35, and the base model's distribution comes to be all of the loss",
         {"locality": {**NUDGE, "weight": 0.35}, "distill": {"weight": 1.0, "anneal": "late"}},
     ),
+    "hump": (
+        "as taught, λ 0.4 at three quarters of the run and 0 at its end",
+        {"locality": {**NUDGE, "weight": 0.4, "anneal": "hump"}, "distill": {"weight": 0.5, "anneal": "late"}},
+    ),
+    "routers": (
+        "as hump, and by the locality loss the routers alone learn, not what they read",
+        {
+            "locality": {**NUDGE, "weight": 0.4, "anneal": "hump", "learns": "routers"},
+            "distill": {"weight": 0.5, "anneal": "late"},
+        },
+    ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
         {"distill": {"weight": 0.5, "anneal": "late"}},
@@ -136,7 +147,7 @@ DOMAIN: Sections = {"domain": {"weight": 0.3, "prior": 2.0}}
 
 def late(changes: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether changes do nothing before half of a run, so that it can branch off the base's."""
-    return bool(changes) and all(values.get("anneal") == "late" for values in changes.values())
+    return bool(changes) and all(values.get("anneal") in ("late", "hump") for values in changes.values())
 
 
 def recipe(size: Size, seed: int, *more: Sections) -> Sections:

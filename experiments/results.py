@@ -93,11 +93,11 @@ def _compute(work: Work, runs: dict[str, Run]) -> str:
         [name, f"{seconds / 60:.1f}", "done" if name in results else "not finished"]
         for name, seconds in spent.items() if seconds
     ]  # fmt: skip
-    cores = sorted({str(result["machine"]["cores"]) for result in results.values()})
+    machines = sorted({f"{one['cores']} cores of {one['model']}" for one in (r["machine"] for r in results.values())})
     return section(
         "Compute",
         f"{sum(spent.values()) / 3600:.2f} hours in all, attempts that were cut short included"
-        + (f"; on {' or '.join(cores)} cores." if cores else "."),
+        + (f"; on {' or '.join(machines)}." if machines else "."),
         rows(["run", "minutes", ""], body),
         prose(f"Not run: {', '.join(left)}.") if left else "",
     )

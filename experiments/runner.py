@@ -218,8 +218,11 @@ def write_json(path: Path, value: Json) -> None:
 
 
 def machine() -> Json:
-    """What the runs ran on, without names of hosts."""
+    """What the runs ran on, without names of hosts. Other processors round otherwise, and training follows that."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count(),
-        "python": platform.python_version(),
+        "system": platform.system(), "processor": platform.machine(), "model": next(iter(models), platform.processor()),
+        "cores": os.cpu_count(), "python": platform.python_version(),
     }  # fmt: skip

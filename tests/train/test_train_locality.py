@@ -88,10 +88,16 @@ def test_only_what_has_a_weight_is_a_term() -> None:
 
 @pytest.mark.parametrize(
     ("anneal", "strengths"),
-    [("constant", (1, 1, 1, 1)), ("rise", (0, 0.5, 1, 1)), ("fall", (1, 1, 1, 0)), ("late", (0, 0, 0, 1))],
+    [
+        ("constant", (1, 1, 1, 1, 1)),
+        ("rise", (0, 0.5, 1, 1, 1)),
+        ("fall", (1, 1, 1, 0.5, 0)),
+        ("late", (0, 0, 0, 0.5, 1)),
+        ("hump", (0, 0, 0, 1, 0)),
+    ],
 )
 def test_strengths(anneal: str, strengths: tuple[float, ...]) -> None:
-    assert tuple(strength(anneal, done) for done in (0, 0.25, 0.5, 1)) == strengths
+    assert tuple(strength(anneal, done) for done in (0, 0.25, 0.5, 0.75, 1)) == strengths
 
 
 def a_pass(done: float) -> Pass:
@@ -129,6 +135,21 @@ def test_a_prior_moves_choices_and_not_weights() -> None:
     free = objective.run(ids, domain)
     plain = model(input_ids=ids[:, :-1]).logits
     torch.testing.assert_close(free.logits, plain)
+
+
+@pytest.mark.parametrize("learns", ["all", "routers"])
+def test_locality_teaches_the_routers_alone_where_asked(learns: str) -> None:
+    model = toy_model()
+    term = Neighbours(Locality(loss="mass", weight=1.0, slots=3, learns=learns))
+    objective = LanguageModel(model, Balance(), [], ["a"], lambda m, p: None, [term])
+    ids = torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(0))
+    loss, figures = term.loss(objective.run(ids, torch.tensor([0, 0])))
+    loss.backward()
+    reached = {name for name, one in model.named_parameters() if one.grad is not None and bool(one.grad.any())}
+    routers = {name for name, _ in model.named_parameters() if name.endswith("mlp.gate.weight")}
+    assert len(routers) == 3 and routers <= reached and (reached == routers) == (learns == "routers")
+    same, _ = Neighbours(Locality(loss="mass", weight=1.0, slots=3)).loss(objective.run(ids, torch.tensor([0, 0])))
+    assert float(loss.detach()) == pytest.approx(float(same.detach()), rel=1e-6) and figures["locality"] > 0
 
 
 def test_distilling_at_weight_1_is_the_divergence_alone() -> None:

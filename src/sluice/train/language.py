@@ -30,13 +30,17 @@ BIAS_GONE = 0.95  # of the run
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass over a batch came to. `routes` by layer: logits [B, T, E], ids [B, T, k]. `done`: of the run."""
+    """What a pass over a batch came to. `routes` by layer: logits [B, T, E], ids [B, T, k]. `done`: of the run.
+
+    `of_routers` gives the same logits by layer, through which gradients reach the routers alone.
+    """
 
     ids: Tensor  # [B, T + 1]
     domain: Tensor  # [B]
     logits: Tensor  # [B, T, V]
     routes: Mapping[int, tuple[Tensor, Tensor]]
     done: float
+    of_routers: Callable[[], Mapping[int, Tensor]] = dict
 
 
 class Term:
@@ -111,7 +115,12 @@ class LanguageModel(Objective):
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         shape = (ids.shape[0], ids.shape[1] - 1, -1)
         found = {layer: (one.logits.view(shape), one.ids.view(shape)) for layer, one in routes.items()}
-        return Pass(ids, domain, logits, found, self.done)
+
+        def of_routers() -> dict[int, Tensor]:
+            routers = self.family.routers(self.model)
+            return {layer: routers[layer](one.hidden.detach())[0].view(shape) for layer, one in routes.items()}
+
+        return Pass(ids, domain, logits, found, self.done, of_routers)
 
     def _added(self, domain: Tensor) -> dict[int, Tensor] | None:
         """By layer what is added to logits [B, E]; None for nothing."""

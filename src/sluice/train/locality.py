@@ -20,7 +20,8 @@ from sluice.train.recipe import Distill, Domain, Locality, Recipe
 def strength(anneal: str, done: float) -> float:
     """The part of its weight that a term has when `done` of the run is done."""
     first, second = min(1.0, 2 * done), max(0.0, 2 * done - 1)
-    return {"constant": 1.0, "rise": first, "fall": 1 - second, "late": second}[anneal]
+    hump = 1 - abs(2 * second - 1)
+    return {"constant": 1.0, "rise": first, "fall": 1 - second, "late": second, "hump": hump}[anneal]
 
 
 class Neighbours(Term):
@@ -31,7 +32,9 @@ class Neighbours(Term):
 
     def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
         parts: list[Tensor] = []
-        for logits, ids in seen.routes.values():
+        alone = seen.of_routers() if self.asked.learns == "routers" else {}
+        for layer, (logits, ids) in seen.routes.items():
+            logits = alone.get(layer, logits)
             held = held_before(ids, logits.shape[-1], self.asked.slots or ids.shape[-1])
             parts.append(self._loss(Choice(logits, ids, held, self.asked.tau)))
         value = torch.stack(parts).mean()

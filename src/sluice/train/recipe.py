@@ -16,7 +16,8 @@ from sluice.errors import InputError, words_of
 from sluice.train.settings import Settings
 
 MAX_BYTES = 1 << 20
-ANNEALS = ("constant", "rise", "fall", "late")
+ANNEALS = ("constant", "rise", "fall", "late", "hump")
+LEARNS = ("all", "routers")
 _T = TypeVar("_T")
 
 
@@ -45,7 +46,8 @@ class Balance:
 class Locality:
     """`weight` × the loss called `loss`, with `tau`, for an LRU of `slots` experts a layer (0: k, the token before's).
 
-    `anneal`: constant; `rise`: from 0 over the first half; `fall`: to 0 over the second; `late`: from 0 over it.
+    `anneal`: constant; `rise`: from 0 over the first half; `fall`: to 0 over the second; `late`: from 0 over it;
+    `hump`: from 0 over the third quarter, to 0 over the last. `learns`: all of the model by it, or the `routers` alone.
     """
 
     loss: str = "margin"
@@ -53,6 +55,7 @@ class Locality:
     tau: float = 1.0
     slots: int = 0
     anneal: str = "constant"
+    learns: str = "all"
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Recipe:
     distill: Distill = field(default_factory=Distill)
 
     def __post_init__(self) -> None:
+        if self.locality.learns not in LEARNS:
+            raise InputError(f"locality.learns {self.locality.learns!r} is unknown: choose from {', '.join(LEARNS)}")
         for name, how in (("locality", self.locality.anneal), ("distill", self.distill.anneal)):
             if how not in ANNEALS:
                 raise InputError(f"{name}.anneal {how!r} is unknown: choose from {', '.join(ANNEALS)}")
