@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measures import asked, seeds
+from measures import alike, asked, seeds
 from parts import LABELS, MOST_PPL, STACK_PPL, misses, ppl
 from recipes import LOCALITY
 from runner import Json, Work
@@ -46,9 +46,10 @@ def _figure(path: Path, fill: Callable[[Axes], bool]) -> bool:
 
 
 def _evaluated(work: Work) -> dict[str, Json]:
-    """What was measured of seed 1: the base, tries, and the domain model."""
+    """What was measured of seed 1: the base, and what can be compared with it of tries and the domain model."""
     found = {name: asked(work, f"{name}-s1", "evaluate") for name in ("base", *LOCALITY, "domain")}
-    return {name: one for name, one in found.items() if one is not None}
+    done = {name: one for name, one in found.items() if one is not None}
+    return {name: one for name, one in done.items() if "base" in done and alike(work, "base-s1", f"{name}-s1")}
 
 
 def _curves(work: Work, ax: Axes) -> bool:

@@ -49,10 +49,22 @@ def seeds(work: Work, run: str, step: str) -> dict[int, Any]:
     return {seed: one for seed, one in found.items() if one is not None}
 
 
+def alike(work: Work, run: str, other: str) -> bool:
+    """Whether two runs that are done can be compared: trained on the same kind of machine, measured on the same text.
+
+    Processors round otherwise, training follows that, and the difference is no smaller than what is looked for.
+    """
+    machines = [(work.result(name) or {}).get("machine", {}).get("model") for name in (run, other)]
+    texts = [work.step(name, "evaluate").get("data") for name in (run, other)]
+    return machines[0] == machines[1] and texts[0] == texts[1]
+
+
 def _pair(work: Work, seed: int, name: Callable[[int], str]) -> tuple[Json, Json] | None:
-    """What the base and another run of a seed measured, if both are done."""
+    """What the base and another run of a seed measured, if both are done and alike."""
     try:
-        return work.step(f"base-s{seed}", "evaluate"), work.step(name(seed), "evaluate")
+        base, other = f"base-s{seed}", name(seed)
+        pair = work.step(base, "evaluate"), work.step(other, "evaluate")
+        return pair if alike(work, base, other) else None
     except RunError:
         return None
 

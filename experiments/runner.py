@@ -94,7 +94,7 @@ class Work:
         path = self.at(name) / "train" / "metrics.jsonl"
         if not path.is_file():
             known = None if self.kept is None else self.result(name)
-            return [] if known is None else known["training"]
+            return [] if known is None else known.get("training", [])
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return [(line["tokens"], round(line["cross_entropy"], 4)) for line in lines if "cross_entropy" in line]
 

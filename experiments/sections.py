@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from measures import asked, seeds
+from measures import alike, asked, seeds
 from page import NOT_RUN, change, number, percent, prose, rows, section, spread
 from parts import LABELS, SLOW_DISK, misses, ppl
 from recipes import LOCALITY
@@ -58,10 +58,12 @@ def locality(work: Work, numbers: Json) -> str:
     found = {name: asked(work, f"{name}-s1", "evaluate") for name in LOCALITY}
     body = [
         _row(f"{name}: {about}", found[name], start)
-        for name, (about, _) in LOCALITY.items() if found[name] is not None and start is not None
-    ]  # fmt: skip
+        for name, (about, _) in LOCALITY.items()
+        if found[name] is not None and start is not None and alike(work, "base-s1", f"{name}-s1")
+    ]
     begun = {name: said for name in LOCALITY if (said := work.last_words(f"{name}-s1")) is not None}
     left = [name for name in LOCALITY if found[name] is None and name not in begun]
+    apart = [name for name in LOCALITY if found[name] and start and not alike(work, "base-s1", f"{name}-s1")]
     claimed = ""
     if numbers["chosen"]:
         moved, cost = numbers["locality"]["misses_change"], numbers["locality"]["ppl_change"]
@@ -69,9 +71,11 @@ def locality(work: Work, numbers: Json) -> str:
     return section(
         "Locality",
         prose("""Every try, one seed each. The one that is claimed, and run with more seeds, is that with the fewest
-        misses of those within +1 % perplexity, or else the one that costs least."""),
+        misses of those within +1 % perplexity, or else the one that costs least. The seed and the passages by which it
+        is chosen are among those that it is judged by, which flatters it a little."""),
         rows(HEADS, body),
         "\n".join(f"- Begun and not done: {name}, last heard of: {said[:300]}" for name, said in begun.items()),
+        f"Run on another machine than the base, so not compared: {', '.join(apart)}." if apart else "",
         f"Not run: {', '.join(left)}." if left else "",
         claimed,
         "<!-- tradeoff -->\n\n<!-- curves -->\n\n<!-- training -->",
@@ -82,7 +86,7 @@ def domain(work: Work) -> str:
     bases = seeds(work, "base", "evaluate")
     body: list[list[str]] = []
     for seed, one in seeds(work, "domain", "evaluate").items():
-        if seed in bases:
+        if seed in bases and alike(work, f"base-s{seed}", f"domain-s{seed}"):
             body += [
                 _row(f"base, seed {seed}", bases[seed], None),
                 _row(f"domain, seed {seed}", one, bases[seed]),

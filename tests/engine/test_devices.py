@@ -18,7 +18,7 @@ from sluice.engine import Engine
 from sluice.engine import devices as trials
 from sluice.engine.device_site import DeviceSite
 from sluice.errors import BudgetError, GgmlError, InputError, ReadError
-from sluice.ggml import Device, Graph, devices, load_library
+from sluice.ggml import Context, Device, DeviceTensors, GgmlType, Graph, devices, load_library
 from sluice.io.files import ModelFiles
 from sluice.lab.replay import Demands
 from sluice.lab.tiers import TierSlots, replay_tiers
@@ -164,7 +164,7 @@ def test_the_simulator_counts_what_the_engine_does(
     many: Path, vulkan_ggml: Path, device: str, tmp_path: Path, slots: int, share: float
 ) -> None:
     trace, bytes_of_slots = tmp_path / "t.trace", (24 * 4 + 24 * 2) * 3 * 64 * 64
-    with divided(many, vulkan_ggml, device, gpu_layers=3) as engine:
+    with divided(many, vulkan_ggml, device, gpu_layers=3, streams=2) as engine:
         assert engine.device is not None
         vram = engine.device["bytes"] - int(bytes_of_slots * 0.75 * (1 - share))
     options: dict[str, Any] = {"upload_from": 1 << 30, "prefetch": False, "policy": "lru", "gpu_layers": 3}
@@ -343,6 +343,13 @@ def test_bad_settings_are_refused_by_name(everyone: Path, vulkan_ggml: Path, dev
         divided(everyone, vulkan_ggml, "Nobody0")
     with pytest.raises(BudgetError, match=f"--vram .* can't hold the last 4 layers.* on {device}"):
         divided(everyone, vulkan_ggml, device, gpu_layers=4, vram=MiB // 4)
+    with divided(everyone, vulkan_ggml, device) as engine:
+        assert engine.device is not None and engine.device["layers"] == 4
+        tight = engine.device["weights_bytes"] + engine.device["kv_bytes"]
+    with divided(everyone, vulkan_ggml, device, vram=tight) as engine:  # fewer, where nobody said how many
+        assert engine.device is None or engine.device["layers"] < 4
+    with pytest.raises(BudgetError, match="give fewer --gpu-layers"):
+        divided(everyone, vulkan_ggml, device, gpu_layers=4, vram=tight)
     with pytest.raises(BudgetError, match=r"--vram 999\.0G: .* free"):
         divided(everyone, vulkan_ggml, device, vram=999 << 30)
     with pytest.raises(InputError, match="prerouter runs on the processor alone"):
@@ -358,6 +365,62 @@ def test_without_a_device_that_name_says_so(everyone: Path) -> None:
         opened(everyone, device="Vulkan0")
     with opened(everyone) as engine:
         assert engine.device is None and engine.notes == []
+    with opened(everyone, device="cpu", vram=MiB, cpu_moe_layers=1) as engine:
+        assert engine.notes == ["--vram and --cpu-moe-layers left unused: everything is computed on the processor"]
+
+
+def test_a_device_that_fails_half_way_is_left_with_nothing(
+    everyone: Path, vulkan_ggml: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites: list[DeviceSite] = []
+
+    def full(site: DeviceSite, parts: Any, n_pairs: int) -> str | None:
+        sites.append(site)
+        raise GgmlError("no room for pairs")
+
+    monkeypatch.setattr(DeviceSite, "reserve_pairs", full)
+    with pytest.raises(GgmlError, match="no room for pairs"):
+        divided(everyone, vulkan_ggml, device)
+    assert len(sites) == 4  # each layer less was tried
+    for site in sites:
+        with pytest.raises(GgmlError, match="closed"):
+            _ = site.backend.ptr
+
+
+def test_scratch_memory_that_could_not_grow_is_not_used_again(
+    everyone: Path, vulkan_ggml: Path, device: str, it: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with divided(everyone, vulkan_ggml, device) as engine:
+        expected = run(engine, it)
+        site = engine._share.site
+        assert site is not None
+        before = site.allocator.generation
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.library, "ggml_gallocr_reserve", lambda *_: False)
+            with pytest.raises(GgmlError, match="out of memory for compute buffers"):
+                site.allocator.reserve(site.segments.head(0, 1, place=False)[1])
+        assert site.allocator.generation == before + 1 and site.allocator.n_bytes == 0
+        site.segments.reserve(site.sizes.n_tokens, site.sizes.n_ctx, site.sizes.streams)
+        site.segments.close()
+        assert np.median(apart(run(engine, it), expected)) < NEAR
+
+
+def test_copies_there_go_in_pieces(vulkan_ggml: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.ggml.device.PIECE_BYTES", 24)
+    library = load_library(vulkan_ggml)
+    (found,) = (one for one in devices(library) if one.name == device)
+    with Context(library, 2) as c:
+        tensor = c.tensor(GgmlType.F32, 64)
+        with DeviceTensors(found, c) as memory:
+            numbers = np.arange(64, dtype=np.float32)
+            memory.write(tensor, numbers)
+            memory.copy(tensor, 4 * 3, 4 * 40, 4 * 20)
+            memory.clear(tensor, 0, 4 * 13)
+            there = np.empty(64, np.float32)
+            memory.read(tensor, there)
+    expected = numbers.copy()
+    expected[40:60], expected[:13] = numbers[3:23], 0
+    assert np.array_equal(there, expected)
 
 
 def test_the_command_line(everyone: Path, vulkan_ggml: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,28 @@ def test_the_bundled_model_is_what_the_runs_left(work: Any, tmp_path: Path) -> N
     assert set(card["held_out"]["states"]) == {"quantised", "untrained", "stage1", "stage2", "stage3"}
 
 
+def test_results_of_another_machine_are_kept_and_not_compared(work: Any, tmp_path: Path) -> None:
+    runner, measures, sections = module("runner"), module("measures"), module("sections")
+    kept = runner.Work(work.folder, tmp_path / "kept")
+    runner.keep(kept, [*RUNS, "base-s3"])
+    assert {file.stem for file in kept.kept.iterdir()} == set(RUNS)
+    assert work.training("base-s1") and kept.training("choose") == []
+    alone = runner.Work(tmp_path / "none", kept.kept)
+    assert measures.gathered(alone) == measures.gathered(work)
+    assert sections.locality(alone, measures.gathered(alone)) == sections.locality(work, measures.gathered(work))
+
+    path = kept.kept / "weak-s1.json"
+    moved = json.loads(path.read_text())
+    moved["machine"]["model"] = "another"
+    path.write_text(json.dumps(moved))
+    numbers = measures.gathered(alone)
+    assert (
+        numbers["locality"]["misses_change"]["n"] == 1 and measures.gathered(work)["locality"]["ppl_change"]["n"] == 2
+    )
+    page = sections.locality(alone, numbers)
+    assert "not compared: weak." in page and "| weak:" not in page
+
+
 def test_the_page_has_a_table_of_each_question(work: Any, tmp_path: Path) -> None:
     recipes, runs = module("recipes"), module("runs")
     gates = tmp_path / "gates.toml"

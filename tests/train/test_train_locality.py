@@ -193,6 +193,8 @@ def test_a_branch_begins_at_another_runs_checkpoint_or_not_at_all(data: Path, tm
     refused("is no checkpoint", recipe(train=more), tmp_path)
     refused("is no checkpoint", recipe(train=more), half.with_name("step-000003"))
     refused("has 2 steps done and the run 2 in all", recipe(train={"steps": 2}), half)
+    with pytest.raises(InputError, match="leave out one of them"):
+        pretrain(data, tmp_path / "both", recipe(train=more, model={}), start=tmp_path / "plain" / "model", branch=half)
     refused("batches differ in length", recipe(train={"steps": 4, "length": 16}), half)
     refused("another model", recipe(train=more, model={**MODEL, "num_experts": 4}), half)
     refused("no state of this run.*name another checkpoint", recipe(train=more, balance={"bias": 0.1}), half)

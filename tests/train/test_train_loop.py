@@ -175,6 +175,16 @@ def test_last_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     assert result["best"] == {"step": 9, "loss": 0.0}
 
 
+def test_an_interruption_costs_no_checkpoint_that_is_to_stay(tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        run(tmp_path / "run", stop_at=13, keep=3, valid_every=0)
+    with pytest.raises(Stopped):
+        run(tmp_path / "run", stop_at=25, keep=3, valid_every=0)
+    run(tmp_path / "run", keep=3, valid_every=0)
+    kept = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-000020", "step-000030", "step-000040"]
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     first = run(tmp_path / "run")
     again = Fitted()

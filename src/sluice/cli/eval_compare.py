@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from sluice.cli.opening import announce, open_engine
+from sluice.cli.opening import announce, device_for, open_engine
 from sluice.cli.signals import Stop
 from sluice.cli.spool import check_room, spool
 from sluice.cli.terminal import note, progress_bar
@@ -156,11 +156,12 @@ class Comparison:
 def _settings(config: EngineConfig) -> dict[str, Any]:
     """What of a configuration an outcome depends on, with the files that it names, as JSON has it."""
     names = _CHANGE_OUTPUT if config.reroute is None else _CHANGE_OUTPUT + _CHANGE_REROUTING
-    if config.device not in ("auto", "cpu"):
+    if (device := device_for(config)) is not None:
         names = tuple(dict.fromkeys(names + _CHANGE_DEVICE))
     files = [config.prerouter, *(path for path, _ in config.lora)]
     return {
         **{name: getattr(config, name) for name in names},
+        **({} if device is None else {"device": device}),
         "files": [file_state(path) for path in files if path is not None],
         "scales": [scale for _, scale in config.lora],
         "ggml": None if config.ggml is None else str(config.ggml),

@@ -43,7 +43,7 @@ def settled(model: str, engine: EngineOptions) -> EngineOptions:
     if model == NAME and engine.routing == "prerouted" and engine.prerouter is None:
         engine = replace(engine, prerouter=str(nano_file(HEADS)), lora=[str(nano_file(ADAPTER)), *(engine.lora or ())])
     path = file_of(model)
-    if engine.no_tuned or path is None or (found := tuned_for(path)) is None:
+    if engine.no_tuned or path is None or (found := tuned_for(path, engine)) is None:
         return engine
     from sluice.engine.budget import DEFAULT_SHARE
     from sluice.memory import free_bytes
@@ -64,16 +64,29 @@ def file_of(model: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def tuned_for(path: Path) -> Tuned | None:
-    """What `sluice tune` has kept for a model file on this machine."""
+def tuned_for(path: Path, where: EngineOptions | EngineConfig) -> Tuned | None:
+    """What `sluice tune` has kept for a model file on this machine, and the device of it that is asked for."""
     from sluice.plan.tuned import find, folder
 
-    if not folder().is_dir():
-        return None
+    return find(path, machine_with(where)) if folder().is_dir() else None
+
+
+def machine_with(where: EngineOptions | EngineConfig) -> str:
+    """This machine by name, and by that of the device beside the processor that would be used."""
     from sluice.cli.machine import cpu_name
     from sluice.plan.measure import machine_name
 
-    return find(path, machine_name(cpu_name(), usable_cores()))
+    machine, device = machine_name(cpu_name(), usable_cores()), device_for(where)
+    return machine if device is None else f"{machine}, with {device}"
+
+
+def device_for(where: EngineOptions | EngineConfig) -> str | None:
+    """The name of the device beside the processor that would be used; None for none. Raises InputError."""
+    from sluice.engine.devices import choose
+
+    ggml = None if where.ggml is None else Path(where.ggml).expanduser()
+    device = None if where.gpu_layers == 0 else choose(load_ggml(ggml), where.device)
+    return None if device is None else f"{device.name} ({device.description})"
 
 
 def load_ggml(path: str | Path | None) -> Library:
@@ -154,7 +167,7 @@ def announce(engine: Engine) -> None:
 
 def _tuned_text(config: EngineConfig, path: Path) -> str:
     """Those of the tuned settings that are in use."""
-    found = tuned_for(path)
+    found = tuned_for(path, config)
 
     def used(name: str) -> Any:
         return not config.prefetch if name == "no_prefetch" else getattr(config, name)

@@ -64,7 +64,7 @@ class EngineOptions:
     prerouter: Annotated[
         str | None,
         _option(_MEMORY, "--prerouter", metavar="FILE", help="Heads that predict routes a token ahead: experts are "
-                "read as they say. Same output, unless --routing prerouted."),
+                "read as they say, on the processor. Same output, unless --routing prerouted."),
     ] = None  # fmt: skip
     reroute: Annotated[
         str | None,

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from sluice.cli.children import result_of
-from sluice.cli.machine import cpu_name
-from sluice.cli.opening import file_of, load_ggml, resolve_model
+from sluice.cli.opening import file_of, load_ggml, machine_with, resolve_model
 from sluice.cli.options import EngineOptions, Json, Model, arguments, check_count
 from sluice.cli.signals import Terminated
 from sluice.cli.terminal import emit, note, print_facts, print_table, progress_bar
@@ -67,7 +66,6 @@ def tune(
     where nothing else is asked for; --no-tuned leaves them out. Ctrl-C keeps the best so far. With a device, which is
     used as far as it goes, from how many layers its slots should take experts is tuned first.
     """
-    from sluice.plan.measure import machine_name
     from sluice.plan.tune import Knob, Sample, Search, Settings, Stopped
     from sluice.plan.tuned import Tuned, save
     from sluice.plan.tuned import forget as forget_settings
@@ -78,13 +76,13 @@ def tune(
         raise InputError(f"--minutes {minutes:g} can't be: give a number above 0")
     if ram is not None:
         parse_size(ram)
-    machine = machine_name(cpu_name(), usable_cores())
+    plain = EngineOptions(ram=ram, ctx=ctx, device=device, vram=vram, ggml=ggml, no_tuned=True)
+    machine = machine_with(plain)
     if forget:
         if (path := file_of(model)) is not None:
             forget_settings(path, machine)
         return 0
     path = resolve_model(model)
-    plain = EngineOptions(ram=ram, ctx=ctx, device=device, vram=vram, ggml=ggml, no_tuned=True)
     layers = _device_layers(path, plain)
     began = monotonic()
     budget: int | None = None

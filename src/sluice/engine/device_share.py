@@ -17,7 +17,7 @@ from sluice.engine.pairs import PairGraphs
 from sluice.engine.split import SplitStepper
 from sluice.engine.step import Stepper
 from sluice.engine.workspace import Workspace
-from sluice.ggml import Backend, Library
+from sluice.ggml import Backend, DeviceBackend, Library
 from sluice.gguf import GgufFile, TensorInfo
 from sluice.io.files import ModelFiles
 from sluice.memory import rss_bytes
@@ -53,8 +53,15 @@ class DeviceShare:
     ) -> DeviceShare:  # fmt: skip
         """The share that `config` asks for. Raises InputError, BudgetError or GgmlError."""
         share = cls(spec, config, family_type, dense)
+        before = rss_bytes()
         device = device_of(library, config)
+        if device is not None:
+            with DeviceBackend(device):  # starts the driver
+                pass
+        share.process_bytes = max(0, rss_bytes() - before)
         if device is None:
+            if unused := [flag for flag, given in _placing(config).items() if given]:
+                share.notes.append(f"{' and '.join(unused)} left unused: everything is computed on the processor")
             return share
         if config.prerouter is not None or config.routes is not None or config.lora:
             share.notes.append(f"{device.name} is left out: predicted routes and adapters run on the processor alone")
@@ -71,7 +78,7 @@ class DeviceShare:
         share._stack.enter_context(share.site)
         grown = rss_bytes() - before
         # memory that a device shares with the host is counted as the device's
-        share.process_bytes = max(0, grown - (share.site.n_bytes if grown >= share.site.n_bytes else 0))
+        share.process_bytes += max(0, grown - (share.site.n_bytes if grown >= share.site.n_bytes else 0))
         return share
 
     def __enter__(self) -> DeviceShare:
@@ -168,3 +175,12 @@ class DeviceShare:
             "slots": sum(n for _, n in self.groups),
             "groups": self.groups,
         }
+
+
+def _placing(config: EngineConfig) -> dict[str, bool]:
+    """The options that say what goes to a device, and whether they were given."""
+    return {
+        "--vram": config.vram is not None,
+        "--gpu-layers": bool(config.gpu_layers),
+        "--cpu-moe-layers": bool(config.cpu_moe_layers),
+    }

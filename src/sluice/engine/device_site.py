@@ -22,8 +22,8 @@ from sluice.ggml import Context, Device, DeviceBackend, GgmlType, Graph, GraphAl
 from sluice.gguf import GgufFile, TensorInfo
 from sluice.io.files import ModelFiles
 from sluice.models.blocks import Family
-from sluice.models.kv_cache import KVCache
-from sluice.models.recurrent import RecurrentState
+from sluice.models.kv_cache import KVCache, kv_bytes
+from sluice.models.recurrent import RecurrentState, recurrent_bytes
 from sluice.models.spec import ModelSpec
 from sluice.store import ExpertStore
 from sluice.vram import Bank, DevicePool, Group, Kind, fitted, kinds, slot_bytes
@@ -231,47 +231,54 @@ def open_site(
 
     The first `cpu_moe_layers` layers' experts get no slots there. None where not one layer fits or can be run;
     `note` gets a line for what is left to the processor and why. Raises BudgetError if `gpu_layers` are given and
-    don't fit.
+    don't fit all, GgmlError where not even one can be set up.
     """
     most = spec.n_layers if gpu_layers is None else min(gpu_layers, spec.n_layers)
     lacking: set[int] = set()
     n = most
     while n > 0:
-        segments = last_layers(spec, n) - lacking
-        if not segments:
-            break
-        least = sum(info.n_bytes for info in wanted(dense, spec, segments))
-        if least > vram:
-            n -= 1
-            continue
-        try:
-            site = DeviceSite(device, family_type, spec, dense, host, sizes, segments)
-        except GgmlError:
-            if n == 1:
-                raise
-            n -= 1
-            continue
-        if site.lacks is not None:
-            site.close()
-            lacking |= site.lacks.segments
-            note.append(
-                f"{device.name} lacks {site.lacks.operation}: "
-                f"{len(site.lacks.segments)} of {len(spec.moe_layers) + 1} parts of the model stay on the processor"
+        if not (segments := last_layers(spec, n) - lacking):
+            return None  # a note has said why
+        if _least_bytes(device, spec, dense, host, sizes, segments) <= vram:
+            with ExitStack() as undo:
+                try:
+                    site = undo.enter_context(
+                        DeviceSite(device, family_type, spec, dense, host, sizes, segments)
+                    )  # fmt: skip
+                    if site.lacks is not None:
+                        lacking |= site.lacks.segments
+                        note.append(
+                            f"{device.name} lacks {site.lacks.operation}: {len(site.lacks.segments)} of "
+                            f"{len(spec.moe_layers) + 1} parts of the model stay on the processor"
+                        )
+                        continue
+                    own = {layer: found for layer in site.moe_layers if (found := file.expert_parts(layer)) is not None}
+                    parts = kinds(own, [layer for layer in own if layer >= cpu_moe_layers])
+                    if (operation := site.reserve_pairs(parts, n_pairs)) is not None:
+                        note.append(f"{device.name} lacks {operation} for experts: they stay on the processor")
+                        parts = {}
+                    if site.n_bytes <= vram:
+                        undo.pop_all()
+                        return site, parts
+                except GgmlError:
+                    if n == 1:
+                        raise
+        if gpu_layers:
+            raise BudgetError(
+                f"--vram {format_size(vram)} can't hold the last {n} layers' attention and keys on {device.name}: "
+                f"give fewer --gpu-layers or leave them out, or raise --vram or lower --ctx"
             )
-            continue
-        own = {layer: found for layer in site.moe_layers if (found := file.expert_parts(layer)) is not None}
-        parts = kinds(own, [layer for layer in own if layer >= cpu_moe_layers])
-        if (operation := site.reserve_pairs(parts, n_pairs)) is not None:
-            note.append(f"{device.name} lacks {operation} for experts: they stay on the processor")
-            parts = {}
-        if site.n_bytes <= vram:
-            return site, parts
-        site.close()
         n -= 1
-    if gpu_layers:
-        raise BudgetError(
-            f"--vram {format_size(vram)} can't hold the last {most} layers' attention and keys on {device.name}: "
-            f"leave out --gpu-layers, or raise --vram or lower --ctx"
-        )
     note.append(f"{device.name} takes no layer in {format_size(vram)}: all is computed on the processor")
     return None
+
+
+def _least_bytes(
+    device: Device, spec: ModelSpec, dense: Sequence[TensorInfo], host: Workspace, sizes: Sizes,
+    segments: Collection[int],
+) -> int:  # fmt: skip
+    """What a site of `segments` takes at least: what is not even tried, so that nothing is taken beyond a budget."""
+    layers = layers_of(spec, segments)
+    keys = kv_bytes(spec, device.library, sizes.kv_types, sizes.n_ctx, sizes.streams, layers)
+    weights = sum(info.n_bytes for info in wanted(dense, spec, segments))
+    return weights + keys + recurrent_bytes(spec, sizes.streams, layers)

@@ -158,8 +158,14 @@ class Trial:
         }  # fmt: skip
 
     def _expert(self, layer: int) -> float:
-        """How far the device's product with the first expert of `layer` is from the processor's."""
-        site, host, key = self.site, self.host, ExpertKey(layer, 0)
+        """How far the device's product with an expert of `layer` is from the processor's: one in RAM, if there is one.
+
+        Otherwise the first is read, and forgotten again.
+        """
+        site, host, resident = self.site, self.host, self.store.cache.resident
+        keys = [ExpertKey(layer, expert) for expert in range(self.spec.n_expert)]
+        there = next((key for key in keys if resident(key)), None)
+        key = keys[0] if there is None else there
         pool, group, n = site.pool, site.group(layer), min(2, host.n_tokens)
         assert pool is not None and group is not None
         acquired = self.store.acquire([key], 0)
@@ -179,7 +185,8 @@ class Trial:
         site.compute(site.pairs[layer][bank].kept(layer, n))
         site.get("pairs", n)
         self.store.release([key])
-        self.store.cache.discard(key)
+        if there is None:
+            self.store.cache.discard(key)
         group.level.release([key])
         group.level.forget(key)
         return _apart(host.arrays["pairs"][:n], here)
@@ -203,7 +210,7 @@ class Trial:
         """
         if not self.site.pairs or self.site.pool is None:
             return NEVER
-        layer, many = min(self.site.pairs), min(MANY, len(self.host.arrays["pair_rows"]), PAIR_LIMIT)
+        layer, many = min(self.site.pairs), min(MANY, len(self.host.arrays["pair_tokens"]), PAIR_LIMIT)
         pool, graphs = self.site.pool, self.site.pairs[layer][0]
         self.host.arrays["normed"][:] = 0
         here, there = [], []

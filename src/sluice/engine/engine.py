@@ -568,14 +568,16 @@ class Engine:
 
     @property
     def cache_state(self) -> str | None:
-        """A hash of who is in the expert pool, in the order in which they would leave it now.
+        """A hash of who is in the expert pool, and in a device's slots, in the order in which they would leave now.
 
         None unless output depends on it, which it does with rerouting. With the policy lru it says all there is to say.
         """
         if self.config.reroute is None:
             return None
-        order = self.store.cache.eviction_order()
-        return sha256("".join(f"{layer} {expert}\n" for layer, expert in order).encode()).hexdigest()
+        above = [] if self.device_pool is None else [group.level.cache for group in self.device_pool.groups]
+        orders = [cache.eviction_order() for cache in (self.store.cache, *above)]
+        said = "\n".join("".join(f"{layer} {expert}\n" for layer, expert in order) for order in orders)
+        return sha256(said.encode()).hexdigest()
 
     def stats(self) -> dict[str, Any]:
         """The ledger since open: {"prefill": {...}, "decode": {...}}."""

@@ -333,10 +333,12 @@ class SegmentGraphs:
         if len(shape.columns) == 1 or shape.n_tokens == len(shape.columns):
             return
         before = self.allocator.generation
-        for graph in graphs:
-            self.allocator.reserve(graph)
-        if self.allocator.generation != before:
-            self.close()
+        try:
+            for graph in graphs:
+                self.allocator.reserve(graph)
+        finally:
+            if self.allocator.generation != before:
+                self.close()
 
     def reserve(self, n_tokens: int, n_ctx: int, n_streams: int) -> None:
         """Make the allocator large enough for every graph of up to `n_tokens` prompt tokens or `n_streams` streams."""

@@ -118,9 +118,11 @@ class GraphAllocator:
         self.close()
 
     def reserve(self, graph: Graph) -> None:
-        """Make room for `graph`. If that moves the memory, every graph placed before is invalid."""
+        """Make room for `graph`. If that moves the memory, or fails, every graph placed before is invalid."""
         if not self.library.ggml_gallocr_reserve(self._ptr, graph.ptr):
-            raise GgmlError("out of memory for compute buffers: lower --ctx or raise --ram")
+            self.generation += 1  # the old memory is gone too
+            self.n_bytes = 0
+            raise GgmlError("out of memory for compute buffers: lower --ctx, or raise --ram (--vram on a device)")
         n_bytes = self.library.ggml_gallocr_get_buffer_size(self._ptr, 0)
         self.generation += n_bytes != self.n_bytes
         self.n_bytes = n_bytes

@@ -25,6 +25,7 @@ __all__ = ["Device", "DeviceBackend", "DeviceTensors", "devices"]
 BACKENDS = {"cuda": "cuda", "hip": "cuda", "musa": "cuda", "metal": "metal", "vulkan": "vk", "sycl": "sycl"}
 KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accelerator"}  # enum ggml_backend_dev_type
 AUTOMATIC = ("CUDA", "ROCm", "Vulkan")  # what `--device auto` takes: kinds that were run, or that share their code
+PIECE_BYTES = 8 << 20  # of the host's memory at once, on the way between two places there
 WEIGHTS = 1  # enum ggml_backend_buffer_usage: what is only read, which some backends place otherwise
 
 _CALLS: dict[str, tuple] = {
@@ -205,14 +206,18 @@ class DeviceTensors:
         self.library.ggml_backend_tensor_get(tensor.ptr, array.ctypes.data, at, array.nbytes)
 
     def copy(self, tensor: Tensor, source: int, target: int, n: int) -> None:
-        """Copy `n` bytes from `source` bytes into the data of `tensor` to `target`, through the host."""
-        piece = np.empty(n, np.uint8)
-        self.read(tensor, piece, source)
-        self.write(tensor, piece, target)
+        """Copy `n` bytes from `source` bytes into the data of `tensor` to `target`, apart from it, through the host."""
+        piece = np.empty(min(n, PIECE_BYTES), np.uint8)
+        for done in range(0, n, PIECE_BYTES):
+            part = piece[: n - done]
+            self.read(tensor, part, source + done)
+            self.write(tensor, part, target + done)
 
     def clear(self, tensor: Tensor, at: int, n: int) -> None:
         """Make `n` bytes of `tensor` zero, from `at` on."""
-        self.write(tensor, np.zeros(n, np.uint8), at)
+        zeros = np.zeros(min(n, PIECE_BYTES), np.uint8)
+        for done in range(0, n, PIECE_BYTES):
+            self.write(tensor, zeros[: n - done], at + done)
 
     def close(self) -> None:
         if self._buffer:

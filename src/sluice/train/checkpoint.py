@@ -90,10 +90,12 @@ class RunFolder:
         making.replace(folder)
         return folder
 
-    def tidy(self, keep: int, best: int | None) -> None:
-        """Remove all checkpoints but the last `keep` and the best."""
-        for step in self.steps()[:-keep]:
-            if step != best:
+    def tidy(self, keep: int, every: int, best: int | None) -> None:
+        """Remove all checkpoints but the last, the last `keep` of those saved `every` so many steps, and the best."""
+        steps = self.steps()
+        kept = {*steps[-1:], *[step for step in steps if step % every == 0][-keep:], best}
+        for step in steps:
+            if step not in kept:
                 shutil.rmtree(self.folder(step), ignore_errors=True)
 
 

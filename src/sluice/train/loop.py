@@ -130,7 +130,9 @@ class _Fit:
         with self._autocast():
             loss, figures = objective.loss(batch)
         seen = processes.averages({"loss": float(loss.detach()), **figures})
-        if cause := self.watch.loss(seen["loss"], seen.get("load_entropy")):
+        # the whole loss has parts that schedules move; what text costs is judged where it is known
+        judged = seen.get("cross_entropy", seen["loss"]) if math.isfinite(seen["loss"]) else seen["loss"]
+        if cause := self.watch.loss(judged, seen.get("load_entropy")):
             raise self._diverged(cause)
         loss.backward()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -208,7 +210,8 @@ class _Fit:
         }
         if self.here.first:
             self.run.save(self.done, weights, settled)
-            self.run.tidy(self.settings.keep, None if self.best is None else self.best["step"])
+            best = None if self.best is None else self.best["step"]
+            self.run.tidy(self.settings.keep, self.settings.save_every, best)
         processes.wait()
         return self.run.folder(self.done)
 

@@ -48,13 +48,19 @@ def pretrain(
     """Train a model on the data folder `data`, from the one in `start` or from scratch, into the run's folder `out`.
 
     `branch` is a checkpoint of another run on the same data, batches and model: its weights, optimizer and place in the
-    text are gone on from, by this recipe. Where the recipes do the same until then, so do the runs, bit for bit.
+    text are gone on from, by this recipe, whatever that run's was. Where both do the same until then, the run has the
+    weights of one that was not branched off, bit for bit.
+
     Returns what `fit` does, with the model's folder as `model`. Goes on where an interrupted run of the same recipe and
     data stopped. Raises InputError for what doesn't go together, DivergedError, Stopped.
     """
     here, settings = processes.place(), recipe.train
     if branch is not None:
         step_of(branch)
+        if start is not None:
+            raise InputError("a model to start from and a checkpoint to branch off are given: leave out one of them")
+    if recipe.locality.learns == "routers" and here.split:
+        raise InputError('locality.learns is "routers", which split weights can\'t have: use one process, or "all"')
     tokens = Tokens(data, check=here.first)
     batches = Batches(
         tokens, "train", settings.batch, settings.length, settings.seed, weights=dict(recipe.data.weights) or None,
