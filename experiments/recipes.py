@@ -133,6 +133,14 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
             "distill": {"weight": 0.5, "anneal": "late"},
         },
     ),
+    "near": (
+        "as nudge, λ 0.5, and indifferent is what is three times as near",
+        {"locality": {**NUDGE, "weight": 0.5, "tau": 0.3}},
+    ),
+    "loose": (
+        "as nudge, and over the second half the loss that keeps loads even falls to a fifth",
+        {"locality": NUDGE, "balance": {"final": 0.2}},
+    ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
         {"distill": {"weight": 0.5, "anneal": "late"}},
@@ -147,7 +155,9 @@ DOMAIN: Sections = {"domain": {"weight": 0.3, "prior": 2.0}}
 
 def late(changes: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether changes do nothing before half of a run, so that it can branch off the base's."""
-    return bool(changes) and all(values.get("anneal") in ("late", "hump") for values in changes.values())
+    return bool(changes) and all(
+        values.get("anneal") in ("late", "hump") or set(values) == {"final"} for values in changes.values()
+    )
 
 
 def recipe(size: Size, seed: int, *more: Sections) -> Sections:

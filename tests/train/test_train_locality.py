@@ -204,6 +204,17 @@ def test_a_branch_begins_at_another_runs_checkpoint_or_not_at_all(data: Path, tm
     refused("is no model's folder|no whole checkpoint", recipe(train=more), half)
 
 
+@pytest.mark.parametrize(("done", "times"), [(0.0, 1.0), (0.5, 1.0), (0.75, 0.6), (1.0, 0.2)])
+def test_the_balance_loss_may_fade_over_the_second_half(done: float, times: float) -> None:
+    model, ids = toy_model(), torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(0))
+    losses: list[float] = []
+    for balance in (Balance(loss=0.5, z=0.0, final=0.2), Balance(loss=0.5 * times, z=0.0)):
+        objective = LanguageModel(model, balance, [], ["a"], lambda m, p: None)
+        objective.done = done
+        losses.append(float(objective.loss((ids, torch.tensor([0, 0])))[0].detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_use_counts_experts_that_nothing_goes_to() -> None:
     load = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
     found = use(load, 1)

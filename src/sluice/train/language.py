@@ -93,7 +93,9 @@ class LanguageModel(Objective):
         if self.balance.loss or self.balance.z:
             even = torch.stack([load_balance(*route, _mean) for route in seen.routes.values()]).mean()
             z = torch.stack([router_z(logits) for logits, _ in seen.routes.values()]).mean()
-            total = total + self.balance.loss * even + self.balance.z * z
+            later = max(0.0, 2 * self.done - 1)
+            weight = self.balance.loss * (1 + later * (self.balance.final - 1))
+            total = total + weight * even + self.balance.z * z
             figures |= {"balance": float(even.detach()), "router_z": float(z.detach())}
         for term in self.terms:
             more, named = term.loss(seen)

@@ -33,10 +33,12 @@ class Data:
 class Balance:
     """How load is kept even: `loss` and `z` are the weights of the two losses, `bias` the rate of the bias a step.
 
+    Over the second half of the run `loss` falls or rises to `final` times what it was.
     The bias is for training alone: it fades between `fade` and 0.95 of the run, so that the model can do without.
     """
 
     loss: float = 0.01
+    final: float = 1.0
     z: float = 0.001
     bias: float = 0.0
     fade: float = 0.7
