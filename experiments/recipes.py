@@ -137,6 +137,10 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         "as nudge, λ 0.5, and indifferent is what is three times as near",
         {"locality": {**NUDGE, "weight": 0.5, "tau": 0.3}},
     ),
+    "nearer": (
+        "as near, λ 1.5, and ten times as near",
+        {"locality": {**NUDGE, "weight": 1.5, "tau": 0.1}},
+    ),
     "loose": (
         "as nudge, and over the second half the loss that keeps loads even falls to a fifth",
         {"locality": NUDGE, "balance": {"final": 0.2}},
