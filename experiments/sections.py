@@ -151,7 +151,11 @@ def recall(work: Work) -> str:
 def stages(work: Work) -> str:
     body: list[list[str]] = []
     checks: list[str] = []
+    bases = seeds(work, "base", "evaluate")
+    elsewhere: list[str] = []
     for seed, found in seeds(work, "stages", "recovered").items():
+        if seed in bases and abs(found["teacher_ppl"] / ppl(bases[seed]) - 1) > 1e-4:
+            elsewhere.append(f"Seed {seed} was run on another machine, with the base that the same recipe gave there.")
         repeated = percent(found["teacher_repetition"])
         body.append(
             [str(seed), "the teacher: unquantised, its own routes", number(found["teacher_ppl"]), "", repeated, ""]
@@ -168,7 +172,8 @@ def stages(work: Work) -> str:
         repeats itself."""
     check = f"After stage 3, the engine on the exported files has the perplexity {'; '.join(checks)}." if checks else ""
     heads = ["seed", "state", "perplexity", "KL to the teacher", "repeated", "won back"]
-    return section("Three stages", prose(about), rows(heads, body), prose(check), "<!-- stages -->")
+    apart = prose(" ".join(elsewhere))
+    return section("Three stages", prose(about), rows(heads, body), prose(check), apart, "<!-- stages -->")
 
 
 def survival(work: Work) -> str:
