@@ -145,6 +145,10 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         "as nudge, and over the second half the loss that keeps loads even falls to a fifth",
         {"locality": NUDGE, "balance": {"final": 0.2}},
     ),
+    "ease": (
+        "as nearer, λ 1.0, and over the second half the loss that keeps loads even falls to a fifth",
+        {"locality": {**NUDGE, "weight": 1.0, "tau": 0.1}, "balance": {"final": 0.2}},
+    ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
         {"distill": {"weight": 0.5, "anneal": "late"}},

@@ -14,6 +14,10 @@ from harness import Prompt, opened, ordered, prompt, run
 from tiny import T, write_tiny
 
 from sluice.cli import main
+from sluice.cli.eval_compare import _settings
+from sluice.cli.opening import device_for, machine_with
+from sluice.cli.options import EngineOptions
+from sluice.config import EngineConfig
 from sluice.engine import Engine
 from sluice.engine import devices as trials
 from sluice.engine.device_site import DeviceSite
@@ -477,6 +481,17 @@ def test_tuning_tries_how_many_layers_use_the_slots(
 
 
 # --- pure
+
+
+def test_what_is_kept_for_a_device_is_not_taken_for_the_processors(vulkan_ggml: Path, device: str) -> None:
+    """Tuned settings and outcomes of evaluations; `auto` means what it comes to."""
+    options = {name: EngineOptions(device=name, ggml=str(vulkan_ggml)) for name in ("auto", "cpu", device)}
+    machines = {name: machine_with(one) for name, one in options.items()}
+    assert machines["auto"] == machines[device] == f"{machines['cpu']}, with {device_for(options[device])}"
+    assert machine_with(EngineOptions()) == machines["cpu"] and (device_for(options["auto"]) or "").startswith(device)
+    kept = {name: _settings(EngineConfig(device=name, ggml=vulkan_ggml)) for name in options}
+    assert kept["auto"] == kept[device] != kept["cpu"] and "vram" not in kept["cpu"]
+    assert _settings(EngineConfig(ggml=vulkan_ggml, vram=MiB)) != kept["auto"]
 
 
 def test_break_even() -> None:

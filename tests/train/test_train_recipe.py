@@ -23,7 +23,9 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, '[train]\nsteps = 10\nbatch = 4\nlength = 16\n[locality]\nloss = "set"\n'))
     assert (recipe.train.steps, recipe.train.lr, recipe.locality.loss) == (10, 1e-3, "set")
     assert recipe.locality.weight == recipe.domain.weight == recipe.distill.weight == recipe.balance.bias == 0
-    assert recipe.as_dict()["balance"] == {"loss": 0.01, "z": 0.001, "bias": 0.0, "fade": 0.7}
+    assert recipe.as_dict()["balance"] == {
+        "loss": 0.01, "final": 1.0, "z": 0.001, "bias": 0.0, "fade": 0.7,
+    }  # fmt: skip
 
 
 def test_whole_numbers_do_for_numbers_and_tables_are_kept() -> None:
