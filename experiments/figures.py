@@ -54,9 +54,10 @@ def _evaluated(work: Work) -> dict[str, Json]:
 
 def _curves(work: Work, ax: Axes) -> bool:
     for (name, one), colour in zip(_evaluated(work).items(), COLOURS * 2, strict=False):
-        if curve := one["cache"]["curve"]:
-            x, y = [each["share"] for each in curve], [each["misses_per_token"] for each in curve]
-            ax.plot(x, y, label=name, color=colour)
+        curve = one["cache"]["curve"]
+        ax.plot(
+            [each["share"] for each in curve], [each["misses_per_token"] for each in curve], label=name, color=colour
+        )
     ax.set(xlabel="slots, share of all experts", ylabel="misses a token", ylim=(0, None))
     percent(ax, x=True)
     return _legend(ax)

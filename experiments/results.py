@@ -93,12 +93,8 @@ def _compute(work: Work, runs: dict[str, Run]) -> str:
         [name, f"{seconds / 60:.1f}", "done" if name in results else "not finished"]
         for name, seconds in spent.items() if seconds
     ]  # fmt: skip
-    machines = sorted(
-        {
-            f"{one['cores']} cores of {one.get('model') or one['processor']}"
-            for one in (r["machine"] for r in results.values())
-        }
-    )
+    ran_on = [result["machine"] for result in results.values()]
+    machines = sorted({f"{one['cores']} cores of {one.get('model') or one['processor']}" for one in ran_on})
     return section(
         "Compute",
         f"{sum(spent.values()) / 3600:.2f} hours in all, attempts that were cut short included"

@@ -56,14 +56,14 @@ def base(work: Work) -> str:
 def locality(work: Work, numbers: Json) -> str:
     start = asked(work, "base-s1", "evaluate")
     found = {name: asked(work, f"{name}-s1", "evaluate") for name in LOCALITY}
+    apart = [name for name in LOCALITY if found[name] and start and not alike(work, "base-s1", f"{name}-s1")]
     body = [
         _row(f"{name}: {about}", found[name], start)
         for name, (about, _) in LOCALITY.items()
-        if found[name] is not None and start is not None and alike(work, "base-s1", f"{name}-s1")
+        if found[name] is not None and start is not None and name not in apart
     ]
     begun = {name: said for name in LOCALITY if (said := work.last_words(f"{name}-s1")) is not None}
     left = [name for name in LOCALITY if found[name] is None and name not in begun]
-    apart = [name for name in LOCALITY if found[name] and start and not alike(work, "base-s1", f"{name}-s1")]
     claimed = ""
     if numbers["chosen"]:
         moved, cost = numbers["locality"]["misses_change"], numbers["locality"]["ppl_change"]

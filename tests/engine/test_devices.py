@@ -16,7 +16,6 @@ from tiny import T, write_tiny
 from sluice.cli import main
 from sluice.cli.eval_compare import _settings
 from sluice.cli.opening import device_for, machine_with
-from sluice.cli.options import EngineOptions
 from sluice.config import EngineConfig
 from sluice.engine import Engine
 from sluice.engine import devices as trials
@@ -485,11 +484,11 @@ def test_tuning_tries_how_many_layers_use_the_slots(
 
 def test_what_is_kept_for_a_device_is_not_taken_for_the_processors(vulkan_ggml: Path, device: str) -> None:
     """Tuned settings and outcomes of evaluations; `auto` means what it comes to."""
-    options = {name: EngineOptions(device=name, ggml=str(vulkan_ggml)) for name in ("auto", "cpu", device)}
-    machines = {name: machine_with(one) for name, one in options.items()}
-    assert machines["auto"] == machines[device] == f"{machines['cpu']}, with {device_for(options[device])}"
-    assert machine_with(EngineOptions()) == machines["cpu"] and (device_for(options["auto"]) or "").startswith(device)
-    kept = {name: _settings(EngineConfig(device=name, ggml=vulkan_ggml)) for name in options}
+    asked = {name: EngineConfig(device=name, ggml=vulkan_ggml) for name in ("auto", "cpu", device)}
+    machines = {name: machine_with(one) for name, one in asked.items()}
+    assert machines["auto"] == machines[device] == f"{machines['cpu']}, with {device_for(asked[device])}"
+    assert machine_with(EngineConfig()) == machines["cpu"] and (device_for(asked["auto"]) or "").startswith(device)
+    kept = {name: _settings(one) for name, one in asked.items()}
     assert kept["auto"] == kept[device] != kept["cpu"] and "vram" not in kept["cpu"]
     assert _settings(EngineConfig(ggml=vulkan_ggml, vram=MiB)) != kept["auto"]
 

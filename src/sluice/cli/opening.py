@@ -43,7 +43,7 @@ def settled(model: str, engine: EngineOptions) -> EngineOptions:
     if model == NAME and engine.routing == "prerouted" and engine.prerouter is None:
         engine = replace(engine, prerouter=str(nano_file(HEADS)), lora=[str(nano_file(ADAPTER)), *(engine.lora or ())])
     path = file_of(model)
-    if engine.no_tuned or path is None or (found := tuned_for(path, engine)) is None:
+    if engine.no_tuned or path is None or (found := tuned_for(path, engine.config())) is None:
         return engine
     from sluice.engine.budget import DEFAULT_SHARE
     from sluice.memory import free_bytes
@@ -64,28 +64,27 @@ def file_of(model: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def tuned_for(path: Path, where: EngineOptions | EngineConfig) -> Tuned | None:
+def tuned_for(path: Path, config: EngineConfig) -> Tuned | None:
     """What `sluice tune` has kept for a model file on this machine, and the device of it that is asked for."""
     from sluice.plan.tuned import find, folder
 
-    return find(path, machine_with(where)) if folder().is_dir() else None
+    return find(path, machine_with(config)) if folder().is_dir() else None
 
 
-def machine_with(where: EngineOptions | EngineConfig) -> str:
+def machine_with(config: EngineConfig) -> str:
     """This machine by name, and by that of the device beside the processor that would be used."""
     from sluice.cli.machine import cpu_name
     from sluice.plan.measure import machine_name
 
-    machine, device = machine_name(cpu_name(), usable_cores()), device_for(where)
+    machine, device = machine_name(cpu_name(), usable_cores()), device_for(config)
     return machine if device is None else f"{machine}, with {device}"
 
 
-def device_for(where: EngineOptions | EngineConfig) -> str | None:
+def device_for(config: EngineConfig) -> str | None:
     """The name of the device beside the processor that would be used; None for none. Raises InputError."""
-    from sluice.engine.devices import choose
+    from sluice.engine.devices import device_of
 
-    ggml = None if where.ggml is None else Path(where.ggml).expanduser()
-    device = None if where.gpu_layers == 0 else choose(load_ggml(ggml), where.device)
+    device = device_of(load_ggml(config.ggml), config)
     return None if device is None else f"{device.name} ({device.description})"
 
 

@@ -17,7 +17,7 @@ from sluice.cli.opening import file_of, load_ggml, machine_with, resolve_model
 from sluice.cli.options import EngineOptions, Json, Model, arguments, check_count
 from sluice.cli.signals import Terminated
 from sluice.cli.terminal import emit, note, print_facts, print_table, progress_bar
-from sluice.config import parse_size, usable_cores
+from sluice.config import EngineConfig, usable_cores
 from sluice.errors import InputError
 
 Budget = Annotated[
@@ -74,16 +74,15 @@ def tune(
     check_count("--prompt-tokens", prompt_tokens)
     if not 0 < minutes < 1e5:
         raise InputError(f"--minutes {minutes:g} can't be: give a number above 0")
-    if ram is not None:
-        parse_size(ram)
     plain = EngineOptions(ram=ram, ctx=ctx, device=device, vram=vram, ggml=ggml, no_tuned=True)
-    machine = machine_with(plain)
+    config = plain.config()  # checks the options too
+    machine = machine_with(config)
     if forget:
         if (path := file_of(model)) is not None:
             forget_settings(path, machine)
         return 0
     path = resolve_model(model)
-    layers = _device_layers(path, plain)
+    layers = _device_layers(path, config)
     began = monotonic()
     budget: int | None = None
     interrupted = 0
@@ -148,13 +147,12 @@ def tune(
     return 128 + interrupted if interrupted else 0
 
 
-def _device_layers(path: Path, options: EngineOptions) -> int:
+def _device_layers(path: Path, config: EngineConfig) -> int:
     """Layers of the model at `path` if it is run with a device, else 0. Raises InputError."""
     from sluice.engine.devices import device_of
     from sluice.gguf import open_gguf
     from sluice.models import family_of
 
-    config = options.config()  # checks the options too
     library = load_ggml(config.ggml)
     if device_of(library, config) is None:
         return 0

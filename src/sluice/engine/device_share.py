@@ -55,9 +55,6 @@ class DeviceShare:
         share = cls(spec, config, family_type, dense)
         before = rss_bytes()
         device = device_of(library, config)
-        if device is not None:
-            with DeviceBackend(device):  # starts the driver
-                pass
         share.process_bytes = max(0, rss_bytes() - before)
         if device is None:
             if unused := [flag for flag, given in _placing(config).items() if given]:
@@ -67,6 +64,8 @@ class DeviceShare:
             share.notes.append(f"{device.name} is left out: predicted routes and adapters run on the processor alone")
             return share
         share._vram = memory_for(device, config.vram)
+        with DeviceBackend(device):  # starts the driver, whose memory is not the share's
+            share.process_bytes = max(0, rss_bytes() - before)
         before = rss_bytes()
         opened = open_site(
             device, file, family_type, spec, dense, host, sizes, gpu_layers=config.gpu_layers,

@@ -101,7 +101,7 @@ class RunFolder:
 
 def step_of(folder: Path) -> int:
     """The finished steps of a checkpoint, by its folder's name. Raises InputError."""
-    if (match := _STEP.fullmatch(folder.name)) is None or not folder.is_dir():
+    if (match := _STEP.fullmatch(folder.name)) is None or not (folder / "model.safetensors").is_file():
         raise InputError(f"{folder}: is no checkpoint: name a folder like RUN/checkpoints/step-000400")
     return int(match[1])
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sluice.train import processes
+from sluice.train.anneal import strength
 from sluice.train.families import config_of, family_of
 from sluice.train.losses.balance import BiasBalance, evenness, load_balance, router_z, shares
 from sluice.train.losses.locality import held_before, missed
@@ -93,9 +94,8 @@ class LanguageModel(Objective):
         if self.balance.loss or self.balance.z:
             even = torch.stack([load_balance(*route, _mean) for route in seen.routes.values()]).mean()
             z = torch.stack([router_z(logits) for logits, _ in seen.routes.values()]).mean()
-            later = max(0.0, 2 * self.done - 1)
-            weight = self.balance.loss * (1 + later * (self.balance.final - 1))
-            total = total + weight * even + self.balance.z * z
+            moved = strength("late", self.done) * (self.balance.final - 1)
+            total = total + self.balance.loss * (1 + moved) * even + self.balance.z * z
             figures |= {"balance": float(even.detach()), "router_z": float(z.detach())}
         for term in self.terms:
             more, named = term.loss(seen)

@@ -10,18 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sluice.errors import InputError
+from sluice.train.anneal import strength
 from sluice.train.language import Pass, Term
 from sluice.train.losses.domain import outside, partition
 from sluice.train.losses.locality import Choice, held_before, loss_named
 from sluice.train.objective import Metrics
 from sluice.train.recipe import Distill, Domain, Locality, Recipe
-
-
-def strength(anneal: str, done: float) -> float:
-    """The part of its weight that a term has when `done` of the run is done."""
-    first, second = min(1.0, 2 * done), max(0.0, 2 * done - 1)
-    hump = 1 - abs(2 * second - 1)
-    return {"constant": 1.0, "rise": first, "fall": 1 - second, "late": second, "hump": hump}[anneal]
 
 
 class Neighbours(Term):

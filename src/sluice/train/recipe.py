@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sluice.errors import InputError, words_of
+from sluice.train.anneal import ANNEALS
 from sluice.train.settings import Settings
 
 MAX_BYTES = 1 << 20
-ANNEALS = ("constant", "rise", "fall", "late", "hump")
 LEARNS = ("all", "routers")
 _T = TypeVar("_T")
 

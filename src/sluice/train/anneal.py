@@ -1,0 +1,18 @@
+"""How strong a part of a loss is along a run: schedules by name. Knows no losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+ANNEALS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "rise": lambda done: min(1.0, 2 * done),
+    "fall": lambda done: min(1.0, 2 - 2 * done),
+    "late": lambda done: max(0.0, 2 * done - 1),
+    "hump": lambda done: max(0.0, 1 - abs(4 * done - 3)),
+}
+
+
+def strength(anneal: str, done: float) -> float:
+    """The part of its weight, 0 to 1, that something has when `done` of the run is done."""
+    return ANNEALS[anneal](done)
