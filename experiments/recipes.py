@@ -149,6 +149,25 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         "as nearer, λ 1.0, and over the second half the loss that keeps loads even falls to a fifth",
         {"locality": {**NUDGE, "weight": 1.0, "tau": 0.1}, "balance": {"final": 0.2}},
     ),
+    "calm": (
+        "as ease, λ 1.15, and over the second half the base model's distribution comes to be half of the loss",
+        {
+            "locality": {**NUDGE, "weight": 1.15, "tau": 0.1},
+            "balance": {"final": 0.2},
+            "distill": {"weight": 0.5, "anneal": "late"},
+        },
+    ),
+    "light": (
+        "as ease, and near is what would move little of what a token's experts add: τ 0.03 of their weight",
+        {
+            "locality": {**NUDGE, "loss": "weight", "weight": 1.0, "tau": 0.03},
+            "balance": {"final": 0.2},
+        },
+    ),
+    "nearest": (
+        "as ease, λ 4, and thirty times as near",
+        {"locality": {**NUDGE, "weight": 4.0, "tau": 0.03}, "balance": {"final": 0.2}},
+    ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
         {"distill": {"weight": 0.5, "anneal": "late"}},

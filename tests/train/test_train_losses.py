@@ -23,6 +23,7 @@ from sluice.train.losses.locality import (
     missed,
     overlap,
     topk_set,
+    weight_aware,
 )
 
 torch.set_num_threads(1)
@@ -165,6 +166,26 @@ def test_the_margins_value_is_that_of_its_pairs(slots: int) -> None:
     assert float(margin_aware(Choice(logits, ids, held, tau=0.5))) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_weights_say_how_near_a_pair_is(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    logits, ids = drawn(8)
+    held = held_before(ids, E, slots)
+    z = logits.clone().requires_grad_()
+    value = weight_aware(Choice(z, ids, held, tau=0.2))
+    (mine,) = torch.autograd.grad(value, z)
+    expected, expected_grad = 0.0, torch.zeros_like(logits)
+    for b, t, c, h, m in pairs(logits, ids, held):
+        total = sum(math.exp(float(logits[b, t, e])) for e in ids[b, t])
+        moved = (math.exp(float(logits[b, t, c])) - math.exp(float(logits[b, t, h]))) / total
+        share = math.exp(-moved / 0.2) / (K * B * (T - 1))
+        expected += share * m
+        expected_grad[b, t, c] += share
+        expected_grad[b, t, h] -= share
+    assert float(value.detach()) == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(mine, expected_grad)
+
+
 def test_masses_and_overlaps_follow_their_definitions() -> None:
     logits, ids = drawn(9)
     held = held_before(ids, E, 3)
@@ -178,7 +199,7 @@ def test_masses_and_overlaps_follow_their_definitions() -> None:
 
 
 def test_an_unknown_loss_lists_the_choices() -> None:
-    with pytest.raises(InputError, match="overlap, kl, mass, set, margin"):
+    with pytest.raises(InputError, match="overlap, kl, mass, set, margin, weight"):
         loss_named("sticky")
 
 

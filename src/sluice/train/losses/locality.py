@@ -40,7 +40,7 @@ def missed(ids: Tensor, held: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a locality loss sees of a layer. `tau` is in units of a logit: how far from a tie is far."""
+    """What a locality loss sees of a layer. `tau`: how far from a tie is far, in logits, or shares of a weight."""
 
     logits: Tensor
     ids: Tensor
@@ -81,22 +81,59 @@ def topk_set(choice: Choice) -> Tensor:
     return (member * ~choice.held)[:, 1:].sum(-1).mean() / k
 
 
-def margin_aware(choice: Choice) -> Tensor:
-    """Moves a token to what is held only where its router is nearly indifferent.
+@dataclass(frozen=True)
+class Swaps:
+    """Pairs of an expert that a token takes and isn't held, and one that is held and not taken: [B, T − 1, ≤ k] each.
 
-    The experts that are chosen and not held, weakest first, are paired with those held and not chosen, best first; of
-    each pair's margin m = z_chosen − z_held (≥ 0) the loss is exp(−m ÷ τ) m, the factor held fixed, summed over pairs,
-    divided by k, and averaged over tokens. So a pair far from a tie feels next to nothing.
+    The weakest taken come first, paired with the best held. `margin` ≥ 0 is how far apart their logits are, with
+    gradients; `paired` says where there is a pair, and elsewhere all is 0.
     """
+
+    margin: Tensor
+    paired: Tensor
+    taken: Tensor  # the logit of who is taken, without gradients
+
+
+def swaps(choice: Choice) -> Swaps:
+    """All pairs of tokens but the first."""
     z, k = choice.logits.float()[:, 1:], choice.ids.shape[-1]
     held, taken = choice.held[:, 1:], chosen(choice.ids, choice.logits.shape[-1])[:, 1:]
     absent, spare = taken & ~held, held & ~taken
     weakest = z.masked_fill(~absent, torch.inf).topk(k, -1, largest=False).values
     best = z.masked_fill(~spare, -torch.inf).topk(k, -1).values
     paired = weakest.isfinite() & best.isfinite()
-    margin = torch.where(paired, weakest, 0) - torch.where(paired, best, 0)
-    weight = torch.where(paired, torch.exp(-margin.detach().clamp_min(0) / choice.tau), 0)
-    return (weight * margin).sum(-1).mean() / k
+    weakest = torch.where(paired, weakest, 0)
+    return Swaps(weakest - torch.where(paired, best, 0), paired, weakest.detach())
+
+
+def margin_aware(choice: Choice) -> Tensor:
+    """Moves a token to what is held only where its router is nearly indifferent.
+
+    Of each pair's margin m (see Swaps) the loss is exp(−m ÷ τ) m, the factor held fixed, summed over pairs, divided by
+    k, and averaged over tokens. So a pair far from a tie feels next to nothing.
+    """
+    pairs = swaps(choice)
+    return _pulled(pairs, pairs.margin.detach(), choice)
+
+
+def weight_aware(choice: Choice) -> Tensor:
+    """As margin_aware, where what is near is a pair whose swap would move little of what the token's experts add.
+
+    That is (p_taken − p_held) ÷ Σ_{e taken} p(e), in place of m in the factor: an expert that hardly counts is given up
+    for one that is far behind it in logits, and one that counts for most of the output only at a tie.
+    """
+    pairs = swaps(choice)
+    with torch.no_grad():
+        z = choice.logits.float()[:, 1:]
+        mass = z.gather(-1, choice.ids[:, 1:]).logsumexp(-1, keepdim=True)
+        moved = torch.exp(pairs.taken - mass) * -torch.expm1(-pairs.margin)
+    return _pulled(pairs, moved, choice)
+
+
+def _pulled(pairs: Swaps, far: Tensor, choice: Choice) -> Tensor:
+    """The margins' mean, each weighted by how near its pair is."""
+    weight = torch.where(pairs.paired, torch.exp(-far.clamp_min(0) / choice.tau), 0)
+    return (weight * pairs.margin).sum(-1).mean() / choice.ids.shape[-1]
 
 
 LOSSES: dict[str, Callable[[Choice], Tensor]] = {
@@ -105,6 +142,7 @@ LOSSES: dict[str, Callable[[Choice], Tensor]] = {
     "mass": held_mass,
     "set": topk_set,
     "margin": margin_aware,
+    "weight": weight_aware,
 }
 
 
