@@ -6,7 +6,8 @@ Theory. A decode step takes what it takes with all experts in RAM, less what eac
 device, plus reads and copies (sluice/plan/device.py); the trace of an untimed run says how many of each there are.
 Splits are shares of the memory that all experts would take on the device. Nothing of the measured run goes into its
 prediction: each split is predicted, measured by one run of `sluice bench` in a process of its own, and predicted
-again, and the mean of the two predictions counts. The bar: |predicted ÷ measured - 1| at most 0.2 at each split.
+again, and the mean of the two predictions counts. The bar: |predicted ÷ measured - 1| at most 0.2 at each split. The
+same run's prompt, from an empty pool, is held against what is predicted for prompts.
 
 On a software device (Mesa's) this holds the model of costs, and says nothing of a card's speed.
 """
@@ -81,20 +82,24 @@ def main() -> None:
             after = predicted()
             for vram, first, run, last in zip(memories, before, measured, after, strict=True):
                 speeds = [one["decode"]["tok_per_s"] for one in (first, last)]
+                prompts = [one["prefill"]["tok_per_s"] for one in (first, last)]
                 one = {
+                    "prompt_predicted": sum(prompts) / 2, "prompt_measured": run["prefill_tok_per_s"],
                     "predicted": sum(speeds) / 2, "measured": run["tok_per_s"], "slots": run["device"]["slots"],
                     "layers": run["device"]["layers"], "predictions": speeds,
                     "device_hits": run["ledger"]["decode"]["device_hits"] / run["ledger"]["decode"]["steps"],
                     "device_hits_predicted": last["decode"]["device_demands"],
                 }  # fmt: skip
                 points[vram].append(one)
-                log(f"{vram >> 20}M: {one['predicted']:.2f} predicted, {one['measured']:.2f} measured")
+                log(f"{vram >> 20}M: {one['predicted']:.2f} predicted, {one['measured']:.2f} measured; prompt "
+                    f"{one['prompt_predicted']:.1f} predicted, {one['prompt_measured']:.1f} measured")  # fmt: skip
     rows = [
         row(
-            f"predicted ÷ measured tok/s, {share} of the experts on {name}",
-            ratio(middle([one["predicted"] for one in found]), middle([one["measured"] for one in found])),
+            f"predicted ÷ measured {what}tok/s, {share} of the experts on {name}",
+            ratio(*(middle([one[f"{key}{kind}"] for one in found]) for kind in ("predicted", "measured"))),
             at_least=1 - TOLERANCE, at_most=1 + TOLERANCE, n=len(found),
         )
+        for what, key in (("", ""), ("prompt ", "prompt_"))
         for share, found in zip(args.splits.split(","), points.values(), strict=True)
     ]  # fmt: skip
     report("devices", rows, vars(args), {"splits": {str(vram): found for vram, found in points.items()}})

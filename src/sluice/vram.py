@@ -138,6 +138,12 @@ class DevicePool:
         level.arrived(rise.read)
         return read is not None
 
+    def clear(self) -> None:
+        """Free all slots, between steps."""
+        for group in self.groups:
+            for key in list(group.level.cache.keys_resident()):
+                group.level.forget(key)
+
     def close(self) -> None:
         self._context.close()
         if self._memory is not None:

@@ -20,6 +20,7 @@ from sluice.config import EngineConfig
 from sluice.engine import Engine
 from sluice.engine import devices as trials
 from sluice.engine.device_site import DeviceSite
+from sluice.engine.split import SplitStepper
 from sluice.errors import BudgetError, GgmlError, InputError, ReadError
 from sluice.ggml import Context, Device, DeviceTensors, GgmlType, Graph, devices, load_library
 from sluice.io.files import ModelFiles
@@ -159,6 +160,46 @@ def test_experts_move_between_disk_ram_and_device(many: Path, vulkan_ggml: Path,
     assert decode["device_hits"] + decode["demands"] == decode["token_demands"]
     # near ties of routers may fall otherwise where experts are computed elsewhere
     assert np.median(apart(found, roomy)) < NEAR
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nothing_is_copied_to_what_the_device_reads(
+    many: Path, vulkan_ggml: Path, device: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = prompt(np.random.default_rng(6), 40, 40)
+    reading: set[tuple[int, int]] = set()  # slots, with their group, of graphs that were begun since it was waited for
+    pairs_there, wait, parts = SplitStepper._pairs_there, DeviceSite.wait, DevicePool._parts
+    beside = []
+
+    def begun(self: Any, i: int, group: Any, demand: Any, slots: Any, n: int) -> None:
+        pairs_there(self, i, group, demand, slots, n)
+        if self.site.busy:
+            reading.update((id(group), slot) for slot in slots.values())
+
+    def waited(self: Any) -> None:
+        wait(self)
+        reading.clear()
+
+    def copied(self: Any, layer: int, slot: int, below: memoryview) -> Any:
+        assert (id(self.group(layer)), slot) not in reading
+        beside.append(bool(reading))
+        return parts(self, layer, slot, below)
+
+    monkeypatch.setattr(SplitStepper, "_pairs_there", begun)
+    monkeypatch.setattr(DeviceSite, "wait", waited)
+    monkeypatch.setattr(DevicePool, "_parts", copied)
+    with divided(many, vulkan_ggml, device) as engine:
+        vram = engine.device["bytes"] - (24 * 4 + 24 * 2) * 3 * 64 * 64 * 6 // 10  # type: ignore[index]
+    options = {"vram": vram, "expert_slots": 12, "prefetch": False, "overlap": overlap}
+    with divided(many, vulkan_ggml, device, upload_from=2, **options) as engine:
+        beside.clear()
+        run(engine, it)
+        prefill, decode = engine.stats()["prefill"], engine.stats()["decode"]
+    assert prefill["uploads"] > 0 and decode["promotions"] > 0
+    assert any(beside) == overlap, "what is uploaded is copied beside pairs"
+    # a rise is copied beside the next segment, which is the device's after each of its layers
+    assert decode["overlapped"] == (decode["promotions"] if overlap else 0)
+    assert (prefill["overlapped"] > 0) == overlap
 
 
 @pytest.mark.parametrize("slots", [4, 12])
@@ -457,10 +498,12 @@ def test_a_plan_divides_and_predicts(
     assert few["device"] is None or few["device"]["bytes"] <= 3 * MiB
     assert all_of_it["device"]["moe_layers"] == 3 and all_of_it["device"]["slots"] == 12
     assert all_of_it["decode"]["tok_per_s"] > 0 and all_of_it["decode"]["device_demands"] == 12
+    assert all_of_it["prefill"]["tok_per_s"] > 0 and all_of_it["prefill"]["device_demands"] == 12
+    assert [one["tokens"] for one in found["costs"]["prompts"]] == sorted({32, 64})
     assert all_of_it["ram"]["dense"] < few["ram"]["dense"] or few["device"] is not None
     assert main([*words, "--ram", "3G", "--vram", "64M"]) == 0
     out = capsys.readouterr().out
-    assert "divided over" in out and "▓ weights" in out
+    assert "divided over" in out and "prefill tok/s" in out and "▓ weights" in out
     shared = ["--ggml", str(vulkan_ggml), "--profile", str(tmp_path / "profile.json"), "--ctx", "64", "--threads", "1"]
     assert main(["bench", str(everyone), *shared, "--device", device, "--gen", "2", "--repeat", "1"]) == 2
     assert "predicts the processor alone" in capsys.readouterr().err

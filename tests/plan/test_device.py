@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from profiles import profile
 
 from sluice.cli.plan_device import BAR, bar
 from sluice.lab.tiers import TierSlots
-from sluice.plan.device import DeviceCosts, Split, predict_split
-from sluice.plan.workload import Absences, AssumedWorkload, TierLoad
+from sluice.plan.bandwidth import prompt_cost
+from sluice.plan.device import DeviceCosts, Split, predict_split, predict_split_prompts
+from sluice.plan.device_prompts import PromptCosts, PromptRun, costs_at, prompt_costs
+from sluice.plan.workload import Absences, AssumedWorkload, TierLoad, TierPrompts
 
 # A step of 91 ms on the processor (profiles.py); 80 ms with one layer there, 44 with all ten, 14 with their experts too
 COSTS = DeviceCosts("GPU0", layers=10, first_layers=1, first_s=0.080, all_s=0.044, saved_s=0.030 / 40, copy_s=0.001)
+# A prompt of 100 tokens on all 160 experts: 4 s with one layer there, 3.1 with all, a second less with their experts;
+# of experts that are not there half are uploaded, which saves 5 ms each
+PROMPT = PromptCosts(100, first_s=4.0, all_s=3.1, saved_s=1 / 160, upload_s=-0.005, uploaded=0.5)
+NO_PROMPTS = TierPrompts(Absences(np.zeros((0, 10)), np.zeros((0, 10)), 0.0), (), [], [], [])
 
 
 def load(*, above: float = 0.0, absent: float = 0.0, copies: float = 0.0) -> TierLoad:
     needed = np.full((3, 10), 4.0)
-    return TierLoad(Absences(needed, np.full((3, 10), absent), 0.5), above, copies, 10 * absent)
+    return TierLoad(Absences(needed, np.full((3, 10), absent), 0.5), above, copies, 10 * absent, NO_PROMPTS)
+
+
+def prompt(
+    layers: int,
+    *,
+    tokens: int = 100,
+    above: float = 0.0,
+    below: float = 160.0,
+    absent: float = 0.0,
+    copies: float = 0.0,
+) -> dict[str, float] | None:  # fmt: skip
+    """Predicted for one prompt step."""
+    absences = Absences(np.full((1, 10), 16.0), np.full((1, 10), absent), 0.5)
+    found = load()._replace(prompts=TierPrompts(absences, (tokens,), [above], [below], [copies]))
+    return predict_split_prompts(profile(), replace(COSTS, prompts=(PROMPT,)), Split(layers, found), prefetch=False)
+
+
+def seconds(layers: int, **what: float) -> float:
+    """Of that step."""
+    found = prompt(layers, **what)  # type: ignore[arg-type]
+    assert found is not None
+    return what.get("tokens", 100) / found["tok_per_s"]
 
 
 def speed(layers: int, **what: float) -> float:
@@ -36,6 +66,42 @@ def test_what_was_measured_comes_out_again() -> None:
 def test_in_between_it_is_in_between() -> None:
     assert speed(1) < speed(4) < speed(10) < speed(10, above=10) < speed(10, above=40)
     assert 1 / speed(4) == pytest.approx(0.080 - 0.036 * 3 / 9)
+
+
+def test_a_prompt_that_was_measured_comes_out_again() -> None:
+    host = prompt_cost(profile(), 100)
+    assert seconds(0) == pytest.approx(host.compute_s + host.host_s)
+    assert seconds(1, below=0) == pytest.approx(4.0)
+    assert seconds(10, below=0) == pytest.approx(3.1)
+    assert seconds(10, above=160, below=0) == pytest.approx(2.1)
+    assert seconds(10, below=160) == pytest.approx(3.1 - 80 * 0.005)
+    assert seconds(10, tokens=1, below=0) == pytest.approx(0.044)
+
+
+def test_a_prompts_reads_and_copies_cost() -> None:
+    assert seconds(10, below=0, copies=100) == pytest.approx(3.1 + 100 * 0.5 * 0.001), "half would be uploaded anyway"
+    assert seconds(10, absent=16) > seconds(10, absent=4) >= seconds(10)
+    assert predict_split_prompts(profile(), COSTS, Split(10, load()), prefetch=False) is None
+
+
+def test_what_runs_showed_is_taken_apart() -> None:
+    whole = PromptRun(3.0, met=0, below=80, uploads=0, copies=0)
+    near = PromptRun(2.0, met=50, below=0, uploads=0, copies=0)  # 20 ms saved each
+    # 10 were met, which saved 0.2 s; 5 copies took 0.5 s; 20 uploads saved 0.4 s
+    empty = PromptRun(2.9, met=10, below=70, uploads=20, copies=5)
+    found = prompt_costs(64, PromptRun(3.5, 0, 80, 0, 0), whole, empty, near, copy_s=0.1)
+    assert found == PromptCosts(64, 3.5, 3.0, pytest.approx(0.02), pytest.approx(-0.02), pytest.approx(20 / 70))  # type: ignore[arg-type]
+    nothing = prompt_costs(64, whole, whole, whole, whole, copy_s=0.1)
+    assert nothing == PromptCosts(64, 3.0, 3.0, 0.0, 0.0, 0.0)
+
+
+def test_between_widths_costs_lie_on_a_line() -> None:
+    points = [PromptCosts(1, 0.1, 0.1, 0.0, 0.0, 0.0), PromptCosts(11, 1.1, 0.6, 0.2, -0.1, 0.8)]
+    half = costs_at(points, 6)
+    assert (half.first_s, half.all_s, half.saved_s, half.upload_s, half.uploaded) == pytest.approx(
+        (0.6, 0.35, 0.1, -0.05, 0.4)
+    )
+    assert costs_at(points, 21).first_s == pytest.approx(2.1) and costs_at(points, 21).uploaded == 0.8
 
 
 def test_reads_and_copies_cost() -> None:
@@ -62,8 +128,10 @@ def test_the_assumed_hits_of_both_memories_are_those_of_one_as_large() -> None:
     found = assumed.tiers([TierSlots(range(10), 40)], 40)
     assert found.absences.absent.mean() == pytest.approx(assumed.absences(80).decode.absent.mean())
     assert 0 < found.above < 40 and found.copies == 0
+    assert found.prompts.above == [40] and found.prompts.below == [120], "a prompt meets what lies there"
     everything = assumed.tiers([TierSlots(range(10), 160)], 4)
     assert everything.above == pytest.approx(40) and everything.read == 0
+    assert everything.prompts.below == [0] and not everything.prompts.absences.absent.any()
 
 
 def test_a_bar_has_its_parts_in_proportion() -> None:

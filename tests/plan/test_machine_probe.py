@@ -72,7 +72,7 @@ def test_resident_steps_read_nothing_and_loads_are_as_cold_as_asked(tiny: Path) 
             found = probe.resident_steps(session, 4, 3)
             assert len(found) == 3 and all(one.waited_for == 0 and one.demands == 6 for one in found)
             assert len(session.tokens) == 3
-        probe._fill()
+        probe.fill()
         assert engine.store.cache.n_free == 0
         for cold in (0, 1, 2):
             _, was = probe._load(cold)

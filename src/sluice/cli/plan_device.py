@@ -43,7 +43,7 @@ def splits(
     from sluice.engine import Engine
     from sluice.lab.tiers import TierSlots
     from sluice.memory import free_bytes
-    from sluice.plan.device import Split, measure_costs, predict_split
+    from sluice.plan.device import Split, measure_costs, predict_split, predict_split_prompts
     from sluice.plan.measure import probe_config
 
     note("measuring the device with the model")
@@ -54,8 +54,9 @@ def splits(
 
         planned = Engine(path, replace(config, device="cpu"), plan_only=True)
         costs = measure_costs(
-            replace(probe_config(planned, free_bytes()), device=config.device, vram=max(vram)), opener, stop.check
-        )
+            replace(probe_config(planned, free_bytes()), device=config.device, vram=max(vram)), opener,
+            [prompt.tokens for prompt in profile.prompts], stop.check,
+        )  # fmt: skip
     rows: list[dict[str, Any]] = []
     for size in vram:
         for budget in budgets:
@@ -76,6 +77,7 @@ def splits(
                         "other": needs.fixed - needs.dense - needs.kv},
                 "notes": engine.notes,
                 "decode": predict_split(profile, costs, split, prefetch=prefetch, disk=disk),
+                "prefill": predict_split_prompts(profile, costs, split, prefetch=prefetch, disk=disk),
             })  # fmt: skip
     return {"name": costs.name, "costs": asdict(costs), "splits": rows, **_worth(rows)}
 
@@ -99,7 +101,7 @@ def _slope(rows: Sequence[dict[str, Any]], key: str) -> float | None:
 
 
 _HEADS = ("--vram", "--ram", "layers there", "slots there", "slots in RAM", "of all", "met there", "read/token",
-          "tok/s", "bottleneck")  # fmt: skip
+          "tok/s", "bottleneck", "prefill tok/s")  # fmt: skip
 
 
 def show_splits(found: dict[str, Any]) -> None:
@@ -107,7 +109,7 @@ def show_splits(found: dict[str, Any]) -> None:
     table = []
     for row in found["splits"]:
         if "refused" in row:
-            table.append([format_mib(row["vram_bytes"]), format_mib(row["budget_bytes"]), "refused", *["–"] * 7])
+            table.append([format_mib(row["vram_bytes"]), format_mib(row["budget_bytes"]), "refused", *["–"] * 8])
             continue
         facts, decode = row["device"] or {"moe_layers": 0, "slots": 0}, row["decode"]
         held = (facts["slots"] + row["slots"]) / row["experts"]
@@ -116,6 +118,7 @@ def show_splits(found: dict[str, Any]) -> None:
             str(facts["slots"]), str(row["slots"]), f"{min(1.0, held):.1%}",
             *(["–"] * 4 if decode is None else [f"{decode['device_demands']:.1f}",
               format_size(round(decode["bytes_per_step"])), f"{decode['tok_per_s']:.2f}", decode["bottleneck"]]),
+            "–" if row["prefill"] is None else f"{row['prefill']['tok_per_s']:.1f}",
         ])  # fmt: skip
     print_table(_HEADS, table, title=f"divided over {found['name']}, RAM and disk; predicted for one stream")
     whole = [row for row in found["splits"] if row.get("device")]

@@ -175,6 +175,11 @@ class DeviceSite:
 
     # --- work
 
+    @property
+    def busy(self) -> bool:
+        """It was given something to do, and hasn't been waited for since."""
+        return self._busy
+
     def start(self, graph: Graph) -> None:
         """Have the device run `graph` while the host goes on."""
         self.wait()

@@ -31,6 +31,7 @@ class PhaseLedger:
     promotions: int = 0  # experts copied there to stay, and those of them that it gave back to RAM for that
     demotions: int = 0
     uploads: int = 0  # experts copied there for one step
+    overlapped: int = 0  # of promotions and uploads: copied beside what the device had been given to compute
     bytes_read: int = 0
     reads: int = 0
     io_busy_s: float = 0.0
@@ -61,7 +62,7 @@ class PhaseLedger:
     ) -> dict[str, Any]:  # fmt: skip
         """The JSON form. What was not measured is None, never 0. `device`: one took part, so its counters are there."""
         c = self.cache
-        names = ("device_hits", "promotions", "demotions", "uploads") if device else ()
+        names = ("device_hits", "promotions", "demotions", "uploads", "overlapped") if device else ()
         return {
             "steps": self.steps,
             "tokens": self.tokens,

@@ -3,13 +3,16 @@
 A layer's experts are computed where they lie: in the device's slots there, in RAM here, at the same time. What many
 tokens want of an expert in RAM is uploaded first where that is sooner. The weighted sum runs where the next segment
 does. So what an expert adds may be rounded in two ways: logits depend on where experts lie, which `mode` tells.
+
+Experts are copied while the device computes: what a prompt uploads, beside the upload before it; who rises to stay,
+beside the segment that comes next. Slots that the device may be reading are pinned, so no copy goes there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +30,14 @@ PAIR_LISTS = ("pair_rows", "pair_slots", "pair_tokens", "pair_experts")  # what 
 UPLOADED_AT_ONCE = 8  # experts that a prompt brings up together
 
 
+class Rising(NamedTuple):
+    """Experts of a layer that should rise, demanded at `tick`."""
+
+    group: Group
+    keys: Sequence[ExpertKey]
+    tick: int
+
+
 class SplitStepper(Stepper):
     """A Stepper whose segments are partly `site`'s. What `upload_from` pairs of a step want is uploaded first."""
 
@@ -41,6 +52,7 @@ class SplitStepper(Stepper):
         self._passing: list[ExpertKey] = []
         self._by_host: list[np.ndarray] = []
         self._tick = 0
+        self._rising: Rising | None = None  # of the layer before, to be copied beside the next segment
 
     def run(
         self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger,
@@ -50,7 +62,7 @@ class SplitStepper(Stepper):
             return super().run(streams, outputs, ledger, each, decoding=decoding)
         except BaseException:
             self.site.wait()
-            self._passing = []
+            self._passing, self._rising = [], None
             for group in self._groups():
                 group.level.lost()
             raise
@@ -85,6 +97,7 @@ class SplitStepper(Stepper):
         self.site.states.clear(stream)
 
     def _logits(self, shape: BatchShape, each: Each | None) -> np.ndarray:
+        self._raise()  # where the step ends with experts
         if self._here(len(self.spec.moe_layers)) and 0 < shape.n_outputs <= self.workspace.n_outputs:
             self.site.get("logits", shape.n_outputs)
         return super()._logits(shape, each)
@@ -104,6 +117,7 @@ class SplitStepper(Stepper):
         if i and self._here(i - 1) != self._here(i):
             self._carry(i, shape)
         if not self._here(i):
+            self._raise()
             super()._segment(segments, shape, i)
             return
         self._compute_there(segments[i])
@@ -133,8 +147,13 @@ class SplitStepper(Stepper):
         return (self.site.segments if self._here(i) else self.segments).looks_ahead(shape, i)
 
     def _compute_there(self, graph: Graph) -> None:
+        """Run `graph` on the device, and beside it copy what should rise."""
         began = perf_counter()
-        self.site.compute(graph)
+        self.site.start(graph)
+        self._ledger.compute_s += perf_counter() - began
+        self._raise()
+        began = perf_counter()
+        self.site.wait()
         self._ledger.compute_s += perf_counter() - began
 
     # --- experts
@@ -182,13 +201,19 @@ class SplitStepper(Stepper):
             self._let_pass(group)
             self._ledger.compute_s += perf_counter() - began
             group.level.release(list(above))
-            self._raise(group, rising, tick)
+            if rising:
+                self._rising = Rising(group, rising, tick)
 
-    def _raise(self, group: Group, rising: Sequence[ExpertKey], tick: int) -> None:
-        """Bring those of `rising` up that lie in RAM, in the place of others there."""
+    def _raise(self) -> None:
+        """Bring those that should rise up, if they lie in RAM, in the place of others there."""
+        if self._rising is None:
+            return
+        (group, keys, tick), self._rising = self._rising, None
         pool, cache = self.site.pool, self.store.cache
         assert pool is not None
-        for key in rising:
+        if not self.overlap:
+            self.site.wait()
+        for key in keys:
             if not cache.resident(key) or group.level.cache.resident(key):
                 continue
             rise = group.level.rise(key, tick)
@@ -197,6 +222,7 @@ class SplitStepper(Stepper):
             slot = cache.slot_of(key)
             assert slot is not None
             self._ledger.promotions += 1
+            self._ledger.overlapped += self.site.busy
             self._ledger.demotions += pool.swap(rise, slot)
             group.level.release([key])
 
@@ -219,18 +245,27 @@ class SplitStepper(Stepper):
     def _upload(
         self, i: int, group: Group, demand: Demand, keys: list[ExpertKey], slots: dict[ExpertKey, int], n: int
     ) -> None:
-        """Have the device compute the pairs of `keys`, which lie in `slots` of RAM and are copied up for that."""
+        """Have the device compute the pairs of `keys`, which lie in `slots` of RAM and are copied up for that.
+
+        It may still be computing with those that were uploaded before, which keep their slots until it is done.
+        """
         pool, there = self.site.pool, {}
         assert pool is not None
-        self._let_pass(group)
+        if not self.overlap:
+            self._let_pass(group)
         for key in keys:
             rise = group.level.rise(key, self._tick, passing=True)
+            if rise is None and self._passing:
+                self._let_pass(group)
+                rise = group.level.rise(key, self._tick, passing=True)
             if rise is None:
                 break
+            self._ledger.overlapped += self.site.busy
             self._ledger.demotions += pool.pass_through(rise, slots[key])
             there[key] = rise.read.slot
         self._ledger.uploads += len(there)
         self._uploaded.update(there)
+        self._let_pass(group)
         self._passing = list(there)
         if there:
             self._pairs_there(i, group, demand, there, n)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -136,16 +136,38 @@ def prompt_cost(profile: MachineProfile, tokens: int) -> PromptCost:
     points = sorted({1: one, **{p.tokens: p for p in profile.prompts}}.values(), key=lambda p: p.tokens)
     if len(points) == 1:
         return PromptCost(tokens, tokens * one.compute_s, tokens * one.host_s, one.experts)
-    at = next((i for i, p in enumerate(points[1:-1], 1) if tokens <= p.tokens), len(points) - 1)
-    low, high = points[at - 1], points[at]
-    share = (tokens - low.tokens) / (high.tokens - low.tokens)
 
     def value(name: str) -> float:
-        first, last = getattr(low, name), getattr(high, name)
-        return max(min(first, last), first + share * (last - first))
+        first, last = (getattr(point, name) for point in _nearest(points, tokens))
+        return max(min(first, last), on_line(points, tokens, name))
 
     experts = min(round(value("experts")), profile.moe_layers * profile.n_expert)
     return PromptCost(tokens, value("compute_s"), value("host_s"), experts)
+
+
+class Width(Protocol):
+    """Figures of a step of so many tokens."""
+
+    @property
+    def tokens(self) -> int: ...
+
+
+def on_line(points: Sequence[Width], tokens: int, name: str) -> float:
+    """The figure called `name` of a step of `tokens` tokens: on the line through the two nearest `points`, ascending.
+
+    Of a single one, its own.
+    """
+    if len(points) == 1:
+        return float(getattr(points[0], name))
+    low, high = _nearest(points, tokens)
+    first, last = getattr(low, name), getattr(high, name)
+    return first + (tokens - low.tokens) / (high.tokens - low.tokens) * (last - first)
+
+
+def _nearest(points: Sequence[Width], tokens: int) -> tuple[Width, Width]:
+    """The two of at least two `points` that `tokens` lies between, or is nearest to."""
+    at = next((i for i, p in enumerate(points[1:-1], 1) if tokens <= p.tokens), len(points) - 1)
+    return points[at - 1], points[at]
 
 
 def _reads(profile: MachineProfile, absences: Absences, recall: float | None) -> Ahead:

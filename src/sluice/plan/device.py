@@ -3,21 +3,23 @@
 A token's step with no reads takes, with g layers on the device and all experts in RAM, a time that grows or falls in a
 straight line from one layer to all of them; both ends are measured. Each demand that is met by an expert on the device
 saves the same: the difference to a step whose experts are all there, divided by their number. What reads add is what
-they add without a device (bandwidth.py). An expert that goes up or down costs a copy.
+they add without a device (bandwidth.py). An expert that goes up or down costs a copy, as if nothing ran beside it.
+Prompts are device_prompts.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sluice.config import EngineConfig
 from sluice.errors import InputError
 from sluice.plan.bandwidth import decode_cost, predict_decode
+from sluice.plan.device_prompts import PromptCosts, PromptRun, predict_prompts, prompt_costs, resident_s, run_prompt
 from sluice.plan.probe import STEPS, WARM_UP_STEPS, Check, Probe
 from sluice.plan.profile import MachineProfile
 from sluice.plan.workload import TierLoad
@@ -41,15 +43,17 @@ class DeviceCosts:
     all_s: float
     saved_s: float
     copy_s: float
+    prompts: tuple[PromptCosts, ...] = ()
 
     def resident_s(self, layers: int, host_s: float) -> float:
         """A step with `layers` on the device, where one without takes `host_s`."""
-        if layers == 0:
-            return host_s
-        if self.layers == self.first_layers:
-            return self.all_s
-        share = (layers - self.first_layers) / (self.layers - self.first_layers)
-        return self.first_s + share * (self.all_s - self.first_s)
+        return resident_s(layers, self.first_layers, self.layers, host_s, self.first_s, self.all_s)
+
+    @property
+    def by_width(self) -> list[PromptCosts]:
+        """Steps of one token and of prompts, ascending."""
+        one = PromptCosts(1, self.first_s, self.all_s, self.saved_s, 0.0, 0.0)
+        return [one, *(point for point in self.prompts if point.tokens > 1)]
 
 
 @dataclass(frozen=True)
@@ -60,27 +64,46 @@ class Split:
     load: TierLoad
 
 
-def measure_costs(config: EngineConfig, opener: Opener, check: Check = lambda: None) -> DeviceCosts:
-    """Open the model three times with the device of `config`. Raises InputError where it takes no layer."""
+def measure_costs(
+    config: EngineConfig, opener: Opener, widths: Sequence[int], check: Check = lambda: None
+) -> DeviceCosts:
+    """Open the model three times with the device of `config`; `widths` are those of the prompts.
+
+    Raises InputError where it takes no layer.
+    """
     everything = replace(config, gpu_layers=None, cpu_moe_layers=0)
     with opener(replace(everything, gpu_layers=1, cpu_moe_layers=1 << 20)) as engine:
-        first_layers, first_s, _ = _steps(engine, check)
+        first = _measured(engine, widths, check)
     with opener(replace(everything, cpu_moe_layers=1 << 20)) as engine:
-        layers, all_s, _ = _steps(engine, check)
+        whole = _measured(engine, widths, check)
     with opener(everything) as engine:
         assert engine.device is not None
-        name = str(engine.device["name"])
-        _, near_s, met = _steps(engine, check)
-        copy_s = _copy_s(engine)
-    return DeviceCosts(name, layers, first_layers, first_s, all_s, (all_s - near_s) / met if met else 0.0, copy_s)
+        name, near, copy_s = str(engine.device["name"]), _measured(engine, widths, check), _copy_s(engine)
+    prompts = tuple(
+        prompt_costs(width, one[-1], all_there[-1], found[0], found[-1], copy_s)
+        for width, one, all_there, found in zip(widths, first.prompts, whole.prompts, near.prompts, strict=True)
+    )
+    saved = (whole.step_s - near.step_s) / near.met if near.met else 0.0
+    return DeviceCosts(name, whole.layers, first.layers, first.step_s, whole.step_s, saved, copy_s, prompts)
 
 
-def _steps(engine: Engine, check: Check) -> tuple[int, float, float]:
-    """Layers with experts on the device, seconds of a step that reads nothing, and demands met there in it."""
+class _Measured(NamedTuple):
+    """Layers with experts on the device, prompts of each width, twice, seconds of a decode step that reads nothing, and
+    demands met there in it."""
+
+    layers: int
+    prompts: list[list[PromptRun]]
+    step_s: float
+    met: float
+
+
+def _measured(engine: Engine, widths: Sequence[int], check: Check) -> _Measured:
     facts = engine.device
     if facts is None:
         raise InputError(f"the device takes nothing of this model ({'; '.join(engine.notes) or 'none is there'})")
     probe, ledger = Probe(engine, check), engine.ledger["decode"]
+    probe.fill()
+    prompts = [run_prompt(probe, width, times=2) for width in widths]
     token = 1 % engine.spec.n_vocab
     with engine.session() as session:
         session.feed([token] * 8)
@@ -88,7 +111,8 @@ def _steps(engine: Engine, check: Check) -> tuple[int, float, float]:
         before = ledger.device_hits
         spent = list(probe.steps(session, token, STEPS))
     found = [one for one in spent if one.waited_for == 0] or spent
-    return facts["moe_layers"], median(one.wall_s for one in found), (ledger.device_hits - before) / STEPS
+    met = (ledger.device_hits - before) / STEPS
+    return _Measured(facts["moe_layers"], prompts, median(one.wall_s for one in found), met)
 
 
 def _copy_s(engine: Engine) -> float:
@@ -101,6 +125,16 @@ def _copy_s(engine: Engine) -> float:
         pool.copy_bytes(pool.groups[0].layers[0])
         times.append((perf_counter() - began) / 2)
     return median(times)
+
+
+def predict_split_prompts(
+    profile: MachineProfile, costs: DeviceCosts, split: Split, *, prefetch: bool, disk: float = 1.0
+) -> dict[str, Any] | None:
+    """Prompts of one stream, as `predict_prompts`."""
+    layers = split.layers, costs.first_layers, costs.layers
+    return predict_prompts(
+        profile, costs.by_width, layers, costs.copy_s, split.load.prompts, prefetch=prefetch, disk=disk
+    )
 
 
 def predict_split(

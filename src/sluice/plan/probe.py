@@ -141,7 +141,7 @@ class Probe:
 
         The pool is full first: memory that is touched for the first time isn't the prompt's cost.
         """
-        self._fill()
+        self.fill()
         short = self._prompt(PROMPTS[0])
         quick = short.compute_s + short.host_s < QUICK_PROMPT_S
         longer = self._prompt(PROMPTS[2] if quick else PROMPTS[1])
@@ -152,7 +152,7 @@ class Probe:
         width = min(width, self.engine.n_ctx)
         with self.engine.session() as session:
             before = _copy(self.engine.ledger["prefill"])
-            session.feed(self._tokens(width))
+            session.feed(self.tokens(width))
             spent = _since(self.engine.ledger["prefill"], before)
         return PromptCost(width, spent.compute_s, spent.host_s, max(1, spent.demands))
 
@@ -164,7 +164,7 @@ class Probe:
         that the mean, not the median: a run's whole time is the sum of both kinds. 0 for a pool that was full, and for
         one that holds all experts.
         """
-        bursts = self._fill()
+        bursts = self.fill()
         new = bursts[len(bursts) * 3 // 4 :]
         if not new or not self._absent(1):
             return Fresh(0.0, 0.0)
@@ -176,7 +176,7 @@ class Probe:
         """Experts that are absent at once in a layer of a decode step, about."""
         return max(1, self.engine.spec.top_k // 4)
 
-    def _fill(self) -> list[_Burst]:
+    def fill(self) -> list[_Burst]:
         """Read experts, few at a time, until every slot has held one."""
         bursts: list[_Burst] = []
         while (free := self.engine.store.cache.n_free) and self._absent(1):
@@ -184,7 +184,8 @@ class Probe:
             bursts.append(self._burst(min(free, self._few)))
         return bursts
 
-    def _tokens(self, n: int) -> list[int]:
+    def tokens(self, n: int) -> list[int]:
+        """Random ones."""
         return self.rng.integers(0, self.engine.tokenizer.n_vocab, n).tolist()
 
     # --- text
@@ -193,7 +194,7 @@ class Probe:
         """Let the model write. The first steps, which build graphs and fill the pool, are not counted."""
         engine, ledger = self.engine, self.engine.ledger["decode"]
         tokens = engine.generate(
-            self._tokens(min(PROMPTS[0], engine.n_ctx // 2)), NATURAL_STEPS + WARM_UP_STEPS, temperature=1.0, top_p=1.0,
+            self.tokens(min(PROMPTS[0], engine.n_ctx // 2)), NATURAL_STEPS + WARM_UP_STEPS, temperature=1.0, top_p=1.0,
             seed=0, ignore_eos=True,
         )  # fmt: skip
         for _ in islice(tokens, WARM_UP_STEPS):
@@ -227,7 +228,7 @@ class Probe:
     def step_cost(self) -> StepCost:
         """A step whose experts are resident."""
         with self._start() as session:
-            token = self._tokens(1)[0]
+            token = self.tokens(1)[0]
             found = self.resident_steps(session, token)
             experts_s = self._experts_s()
         compute_s = median(one.compute_s for one in found)
@@ -236,7 +237,7 @@ class Probe:
 
     def _start(self) -> Session:
         session = self.engine.session()
-        session.feed(self._tokens(min(PROMPTS[0], self.engine.n_ctx // 2)))
+        session.feed(self.tokens(min(PROMPTS[0], self.engine.n_ctx // 2)))
         return session
 
     def _experts_s(self) -> float:
@@ -330,7 +331,7 @@ class Probe:
         beside: list[_Spent] = []
         python: list[float] = []
         with self._start() as session:
-            token = self._tokens(1)[0]
+            token = self.tokens(1)[0]
             alone += self.resident_steps(session, token, 2)
             n = min(spare, int(median(one.wall_s for one in alone) / loads.b_s) + 1)
             if n < 1 or any(one.waited_for for one in alone):

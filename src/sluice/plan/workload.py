@@ -123,6 +123,20 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)
 
 
+class TierPrompts(NamedTuple):
+    """What a device's slots and the pool below it do in each prompt step, of so many `tokens`.
+
+    `absences` are those of both together; `above` demands are met on the device, `below` aren't, and `copies` experts
+    go up or down: all without uploads for one step.
+    """
+
+    absences: Absences
+    tokens: tuple[int, ...]
+    above: Sequence[float]
+    below: Sequence[float]
+    copies: Sequence[float]
+
+
 class TierLoad(NamedTuple):
     """What a device's slots and the pool below it do in a decode step: `absences` are those of both together.
 
@@ -133,6 +147,7 @@ class TierLoad(NamedTuple):
     above: float
     copies: float
     read: float
+    prompts: TierPrompts
 
 
 class Workload(Protocol):
@@ -148,7 +163,7 @@ class Workload(Protocol):
         ...
 
     def tiers(self, groups: Sequence[TierSlots], slots: int) -> TierLoad:
-        """What decode steps find in a device's slots and in `slots` in RAM."""
+        """What steps find in a device's slots and in `slots` in RAM."""
         ...
 
 
@@ -202,12 +217,14 @@ class AssumedWorkload:
 
     def tiers(self, groups: Sequence[TierSlots], slots: int) -> TierLoad:
         """The hottest experts lie on the device, the next in RAM, and nobody moves."""
-        absences = self.absences(min(slots + sum(g.slots for g in groups), self.moe_layers * self.n_expert)).decode
-        shares = (
-            len(g.layers) * self.top_k * min(1.0, g.slots / (len(g.layers) * self.n_expert)) ** PAPER_POWER
-            for g in groups
+        found = self.absences(min(slots + sum(g.slots for g in groups), self.moe_layers * self.n_expert))
+        shares = [(len(g.layers), min(1.0, g.slots / (len(g.layers) * self.n_expert))) for g in groups]
+        above = sum(n * self.top_k * share**PAPER_POWER for n, share in shares)
+        above_in_prompts = self.prompt_experts * sum(n * share for n, share in shares) / self.moe_layers
+        prompts = TierPrompts(
+            found.prefill, found.prompt_tokens, [above_in_prompts], [self.prompt_experts - above_in_prompts], [0.0]
         )
-        return TierLoad(absences, sum(shares), 0.0, float(absences.absent.sum(axis=1).mean()))
+        return TierLoad(found.decode, above, 0.0, float(found.decode.absent.sum(axis=1).mean()), prompts)
 
 
 class TraceWorkload:
@@ -252,18 +269,30 @@ class TraceWorkload:
         def of(phase: str) -> Absences:
             return Absences.of(demands, misses, slots, phase).only(self._single[phase])
 
-        tokens = demands.by_step(demands.n_tokens, "prefill").max(axis=1, initial=0).tolist()
-        return PhaseAbsences(of("decode"), of("prefill"), tuple(tokens))
+        return PhaseAbsences(of("decode"), of("prefill"), self._prompt_tokens())
 
     def tiers(self, groups: Sequence[TierSlots], slots: int) -> TierLoad:
         """The trace replayed through the device's slots too, from empty ones."""
         demands = self._demands
         policy = suited(self._policy, slots, self._step_demand)
         found = replay_tiers(demands, groups, slots, policy)
-        absences = Absences.of(demands, found.misses, slots, "decode").only(self._single["decode"])
+        everywhere = slots + sum(group.slots for group in groups)
 
-        def a_step(counts: np.ndarray) -> float:
-            return float(demands.by_step(counts, "decode")[self._single["decode"]].sum(axis=1).mean())
+        def absences(phase: str) -> Absences:
+            return Absences.of(demands, found.misses, everywhere, phase).only(self._single[phase])
 
-        copies = a_step(found.promotions + found.demotions)
-        return TierLoad(absences, a_step(found.above), copies, a_step(found.misses))
+        def by_step(counts: np.ndarray, phase: str) -> np.ndarray:
+            return demands.by_step(counts, phase)[self._single[phase]].sum(axis=1)
+
+        copies = found.promotions + found.demotions
+        prompts = TierPrompts(
+            absences("prefill"), self._prompt_tokens(),
+            *(by_step(counts, "prefill").tolist() for counts in (found.above, found.hits + found.misses, copies)),
+        )  # fmt: skip
+        above, moved, read = (float(by_step(counts, "decode").mean()) for counts in (found.above, copies, found.misses))
+        return TierLoad(absences("decode"), above, moved, read, prompts)
+
+    def _prompt_tokens(self) -> tuple[int, ...]:
+        """Of each prompt step."""
+        demands = self._demands
+        return tuple(demands.by_step(demands.n_tokens, "prefill").max(axis=1, initial=0).tolist())

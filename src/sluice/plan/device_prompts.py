@@ -1,0 +1,138 @@
+"""Measures what a device makes of prompts, and predicts prompts of models that are divided over it; opens nothing.
+
+As with a token's step (device.py), a prompt step that reads nothing takes a time in a straight line from one layer on
+the device to all of them, and each demand that is met there saves the same. Demands that the device doesn't meet are
+computed by the processor, or the expert is uploaded first: how many are, and what that costs or saves each, is taken
+from a prompt that found nothing there. Between the widths that were measured, figures lie on a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sluice.plan.bandwidth import on_line, predict_prefill, prompt_cost
+from sluice.plan.profile import MachineProfile
+from sluice.plan.workload import TierPrompts
+
+if TYPE_CHECKING:
+    from sluice.engine.ledger import PhaseLedger
+    from sluice.plan.probe import Probe
+
+
+class PromptRun(NamedTuple):
+    """A prompt step: seconds but for waiting for reads, and what became of its demands."""
+
+    seconds: float
+    met: int  # on the device
+    below: int  # not there
+    uploads: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class PromptCosts:
+    """A prompt step of `tokens` tokens that reads nothing: seconds with one part of the model on the device, and with
+    all of them, experts in RAM; saved by a demand met there; added by an upload; the share of the rest so uploaded."""
+
+    tokens: int
+    first_s: float
+    all_s: float
+    saved_s: float
+    upload_s: float
+    uploaded: float
+
+
+def run_prompt(probe: Probe, width: int, *, times: int) -> list[PromptRun]:
+    """Feed the same `width` random tokens to `times` new sessions, the first with no expert on the device."""
+    engine = probe.engine
+    if engine.device_pool is not None:
+        engine.device_pool.clear()
+    tokens, ledger = probe.tokens(min(width, engine.n_ctx)), engine.ledger["prefill"]
+    found = []
+    for _ in range(times):
+        probe.check()
+        before = _counts(ledger)
+        with engine.session() as session:
+            session.feed(tokens)
+        wall, waited, met, below, uploads, moved = (b - a for a, b in zip(before, _counts(ledger), strict=True))
+        found.append(PromptRun(wall - waited, int(met), int(below), int(uploads), int(moved)))
+    return found
+
+
+def _counts(ledger: PhaseLedger) -> tuple[float, ...]:
+    return (
+        ledger.wall_s, ledger.wait_s, ledger.device_hits, ledger.cache.demands, ledger.uploads,
+        ledger.promotions + ledger.demotions,
+    )  # fmt: skip
+
+
+def prompt_costs(
+    width: int, first: PromptRun, whole: PromptRun, empty: PromptRun, near: PromptRun, copy_s: float
+) -> PromptCosts:
+    """From prompts with one part on the device, with all, and with all experts that it holds there before, and after.
+
+    `copy_s` are a copy's seconds.
+    """
+    saved = (whole.seconds - near.seconds) / near.met if near.met else 0.0
+    without = whole.seconds - saved * empty.met + copy_s * empty.copies
+    upload = (empty.seconds - without) / empty.uploads if empty.uploads else 0.0
+    return PromptCosts(
+        width, first.seconds, whole.seconds, saved, upload, empty.uploads / empty.below if empty.below else 0.0
+    )
+
+
+def costs_at(points: Sequence[PromptCosts], tokens: int) -> PromptCosts:
+    """A step of `tokens` tokens, on the line through the two nearest of `points`, of which the first is of one token.
+
+    What is uploaded is a share of all demands, so it stays within the two."""
+    names = ("first_s", "all_s", "saved_s", "upload_s", "uploaded")
+    values = [on_line(points, tokens, name) for name in names]
+    most = max(point.uploaded for point in points)
+    return PromptCosts(tokens, *values[:-1], uploaded=min(most, max(0.0, values[-1])))
+
+
+def predict_prompts(
+    profile: MachineProfile, points: Sequence[PromptCosts], layers: tuple[int, int, int], copy_s: float,
+    load: TierPrompts, *, prefetch: bool, disk: float = 1.0,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Prompts of one stream: tokens a second, and what a step's time goes on, in seconds. None without prompt steps.
+
+    `layers`: with experts on the device; that `first_s` of `points` is with; that `all_s` is with.
+    """
+    with_reads = predict_prefill(profile, load.absences, load.tokens, prefetch=prefetch, disk=disk)
+    nothing = replace(load.absences, absent=load.absences.absent * 0, absent_share=0.0, free=0.0)
+    without = predict_prefill(profile, nothing, load.tokens, prefetch=prefetch, disk=disk)
+    if with_reads is None or without is None:
+        return None
+    arithmetic = copies = uploads = 0.0
+    for tokens, above, below, moved in zip(load.tokens, load.above, load.below, load.copies, strict=True):
+        at, host = costs_at(points, tokens), prompt_cost(profile, tokens)
+        uploaded = at.uploaded * below if layers[0] else 0.0
+        uploads += uploaded
+        arithmetic += resident_s(*layers, host.compute_s + host.host_s, at.first_s, at.all_s)
+        arithmetic += uploaded * at.upload_s - above * at.saved_s
+        copies += moved * (1 - at.uploaded) * copy_s
+    total, steps = sum(load.tokens), len(load.tokens)
+    reads = total * (1 / with_reads.tok_per_s - 1 / without.tok_per_s)
+    wall = max(1e-9, arithmetic + copies + reads)
+    parts = {"arithmetic": arithmetic, "disk": reads, "copies": copies}
+    return {
+        "tok_per_s": total / wall,
+        "resident_s": arithmetic / steps,
+        "reads_s": reads / steps,
+        "copies_s": copies / steps,
+        "device_demands": float(sum(load.above)) / steps,
+        "uploads": uploads / steps,
+        "bottleneck": max(parts, key=lambda name: parts[name]),
+    }
+
+
+def resident_s(layers: int, first: int, everything: int, host_s: float, first_s: float, all_s: float) -> float:
+    """A step with `layers` on the device, on the line from `first` of them to `everything`; `host_s` with none."""
+    if layers == 0:
+        return host_s
+    if everything == first:
+        return all_s
+    return first_s + (layers - first) / (everything - first) * (all_s - first_s)
