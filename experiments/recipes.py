@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sluice.train.recipe import COUNTED
+
 Sections = dict[str, dict[str, Any]]
 BASE: Sections = tomllib.loads((Path(__file__).parent / "base.toml").read_text(encoding="utf-8"))
 
@@ -164,9 +166,17 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
             "balance": {"final": 0.2},
         },
     ),
-    "nearest": (
-        "as ease, λ 4, and thirty times as near",
-        {"locality": {**NUDGE, "weight": 4.0, "tau": 0.03}, "balance": {"final": 0.2}},
+    "feather": (
+        "as light, and over the second half the base model's distribution comes to be half of the loss",
+        {
+            "locality": {**NUDGE, "loss": "weight", "weight": 1.0, "tau": 0.03},
+            "balance": {"final": 0.2},
+            "distill": {"weight": 0.5, "anneal": "late"},
+        },
+    ),
+    "lighter": (
+        "as light, λ 1.6",
+        {"locality": {**NUDGE, "loss": "weight", "weight": 1.6, "tau": 0.03}, "balance": {"final": 0.2}},
     ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
@@ -177,14 +187,21 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         {"locality": {"loss": "overlap", "weight": 0.2}, "distill": {"weight": 0.5}},
     ),
 }  # fmt: skip
-DOMAIN: Sections = {"domain": {"weight": 0.3, "prior": 2.0}}
+DOMAIN: Sections = {"domain": {"weight": 0.3, "begin": 0.55, "full": 0.75, "experts": "used", "enough": 0.95}}
 
 
 def late(changes: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether changes do nothing before half of a run, so that it can branch off the base's."""
     return bool(changes) and all(
-        values.get("anneal") in ("late", "hump") or set(values) == {"final"} for values in changes.values()
-    )
+        _domain_late(values) if name == "domain"
+        else values.get("anneal") in ("late", "hump") or set(values) == {"final"}
+        for name, values in changes.items()
+    )  # fmt: skip
+
+
+def _domain_late(values: Mapping[str, Any]) -> bool:
+    counted = COUNTED if values.get("experts") == "used" else 0
+    return values.get("begin", 0) - counted >= 0.5 and not values.get("prior")
 
 
 def recipe(size: Size, seed: int, *more: Sections) -> Sections:

@@ -5,7 +5,7 @@ base-s1 … base-s3            a small model from scratch, and what it costs
 weak-s1 …                    the same with a locality loss: the paper's strengths, then tries of ours
 choose                       which try is claimed, by a rule that was written down before: `chosen`
 local-s2, local-s3           that try, with the other seeds
-domain-s1 … domain-s3        experts divided over the domains
+domain-s1 … domain-s3        the domains' text kept to the experts that it uses most, over the second half
 stack-s1 … stack-s3          cache-aware rerouting on the base and on the chosen try
 control                      the negative control: loading a domain's experts at a switch
 live                         the engine's own counters on the exported files, against the simulator
@@ -41,7 +41,8 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
         runs[name] = Run(name, about, needs, steps, minutes)
 
     def trained(name: str, about: str, seed: int, changes: Sections, *more: str) -> None:
-        add(name, about, ("data", *more), partial(parts.pretrained_steps, size, name, seed, changes), 18)
+        minutes = 10 if late(changes) else 18
+        add(name, about, ("data", *more), partial(parts.pretrained_steps, size, name, seed, changes), minutes)
 
     add("data", "text of four domains, its tokens, held-out passages", (), partial(parts.data_steps, size, texts), 5)
     for seed in SEEDS:
@@ -54,7 +55,8 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
         steps = partial(parts.local_steps, size, seed)
         add(f"local-s{seed}", f"the chosen try, seed {seed}", ("choose", f"base-s{seed}"), steps, 18)
     for seed in SEEDS:
-        trained(f"domain-s{seed}", f"experts divided over domains, seed {seed}", seed, DOMAIN)
+        more = (f"base-s{seed}",) if late(DOMAIN) else ()
+        trained(f"domain-s{seed}", f"experts divided over domains by use, seed {seed}", seed, DOMAIN, *more)
     needs = ("choose", "base-s1")
     add("stack-s1", "rerouting on the base and on tries", needs, partial(parts.stack_steps, size, 1), 30)
     for seed in SEEDS[1:]:

@@ -201,10 +201,32 @@ def test_what_begins_late_branches_off_the_base(tmp_path: Path) -> None:
         if branches:
             assert words[words.index("--branch") + 1] == "runs/base-s1/train/checkpoints/step-000400"
             assert "base-s1" in table[f"{name}-s1"].needs
+    for size in recipes.SIZES.values():
+        for seed in (1, 2, 3):
+            run = runs.table(size)[f"domain-s{seed}"]
+            (words,) = (step.words for step in run.steps(work) if step.name == "train")
+            half = f"runs/base-s{seed}/train/checkpoints/step-{size.base['train']['steps'] // 2:06d}"
+            assert words[2] == "locality" and words[words.index("--branch") + 1] == half
+            assert f"base-s{seed}" in run.needs and run.minutes == 10 < table["base-s1"].minutes
     assert "--branch" not in parts.pretrained_steps(recipes.REFERENCE, "base-s1", 1, {}, work)[0].words
     steps, every = (recipes.REFERENCE.base["train"][name] for name in ("steps", "save_every"))
     kept = recipes.REFERENCE.base["train"]["keep"]
     assert steps // 2 in range(steps, steps - kept * every, -every)
+
+
+@pytest.mark.parametrize(
+    ("domain", "late"),
+    [
+        ({"begin": 0.5, "full": 0.6}, True),
+        ({"begin": 0.45, "full": 0.6}, False),
+        ({"begin": 0.5, "full": 0.6, "prior": 2.0}, False),
+        ({"begin": 0.55, "full": 0.6, "experts": "used"}, True),
+        ({"begin": 0.5, "full": 0.6, "experts": "used"}, False),  # counts before half of the run
+        ({}, False),
+    ],
+)
+def test_domains_begin_late_or_early(domain: dict[str, Any], late: bool) -> None:
+    assert module("recipes").late({"domain": {"weight": 0.3, **domain}}) == late
 
 
 def test_recipes_are_read_as_they_were_written(tmp_path: Path) -> None:

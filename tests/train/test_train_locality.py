@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch import two_processes
 from safetensors.torch import load_file
 from toys import MODEL, toy_data, toy_model
 
 from sluice.cli.train_fit import locality as command
 from sluice.errors import InputError
-from sluice.train.anneal import strength
+from sluice.train.anneal import rising, strength
 from sluice.train.language import LanguageModel, Pass, use
 from sluice.train.locality import Neighbours, OwnExperts, Teacher, terms
 from sluice.train.loop import Stopped
-from sluice.train.losses.domain import partition
+from sluice.train.losses.domain import divided, partition
 from sluice.train.pretrain import pretrain
 from sluice.train.recipe import Balance, Distill, Domain, Locality, Recipe, parse_recipe
 
 torch.set_num_threads(1)
 
 TRAIN = {"steps": 60, "batch": 4, "length": 32, "lr": 1e-2, "warmup": 2}
+USED = {"weight": 0.3, "begin": 0.55, "full": 0.75, "experts": "used", "enough": 0.95}
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -60,6 +64,14 @@ def test_domains_keep_to_their_experts_without_the_prior(data: Path, base: dict[
     asked = recipe(domain={"weight": 1.0, "prior": 4.0, "until": 0.5})
     local = pretrain(data, tmp_path / "run", asked)["valid"]
     assert min(local["own.code"], local["own.prose"]) > 0.95 > min(base["own.code"], base["own.prose"])
+
+
+def test_domains_keep_to_the_experts_that_they_used(data: Path, base: dict[str, Any], tmp_path: Path) -> None:
+    asked = recipe(domain={**USED, "weight": 1.0, "begin": 0.3, "full": 0.4, "enough": 0.98}, train={"log_every": 1})
+    local = pretrain(data, tmp_path / "run", asked)["valid"]
+    assert min(local["own.code"], local["own.prose"]) > 0.95 > min(base["own.code"], base["own.prose"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "domain_hit" in line] == list(range(19, 61))  # from the 18 done on
 
 
 def test_a_teacher_is_learned_from(data: Path, tmp_path: Path) -> None:
@@ -101,6 +113,19 @@ def test_strengths(anneal: str, strengths: tuple[float, ...]) -> None:
     assert tuple(strength(anneal, done) for done in (0, 0.25, 0.5, 0.75, 1)) == strengths
 
 
+@pytest.mark.parametrize(
+    ("begin", "full", "strengths"),
+    [
+        (0, 0, (1, 1, 1, 1, 1)),
+        (0, 1, (0, 0.25, 0.5, 0.75, 1)),
+        (0.5, 0.5, (0, 0, 1, 1, 1)),
+        (0.5, 1, (0, 0, 0, 0.5, 1)),
+    ],
+)
+def test_strengths_between_two_places(begin: float, full: float, strengths: tuple[float, ...]) -> None:
+    assert tuple(rising(begin, full, done) for done in (0, 0.25, 0.5, 0.75, 1)) == strengths
+
+
 def a_pass(done: float) -> Pass:
     z = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     ids = torch.zeros(2, 10, dtype=torch.long)
@@ -120,6 +145,38 @@ def test_the_prior_is_for_a_domains_experts_and_ends() -> None:
     assert term.prior(torch.tensor([1, 0]), 0.5) is None
     _, figures = term.loss(a_pass(0.25))
     assert 0 <= figures["domain_hit"] <= 1
+
+
+def test_experts_are_divided_by_what_was_counted() -> None:
+    term = OwnExperts(Domain(weight=2.0, begin=0.55, full=0.75, experts="used"), 8, 2)
+    ids = a_pass(0.0).routes[0][1]
+    for done in (0.49, 0.5, 0.53):
+        loss, figures = term.loss(a_pass(done))
+        term.end_step()
+        assert (float(loss), figures) == (0, {})
+    used = torch.stack([torch.bincount(row.flatten(), minlength=8) for row in ids])
+    state = term.state()
+    assert torch.equal(state["domain.used"], 2 * used[None].double()) and "domain.sets" not in state
+    loss, figures = term.loss(a_pass(0.65))
+    term.end_step()
+    assert float(loss.detach()) == pytest.approx(2.0 * 0.5 * figures["domain"]) and 0.5 < figures["domain_hit"] <= 1
+    assert torch.equal(term.state()["domain.sets"], divided(used)[None])
+    assert torch.equal(term.state()["domain.used"], state["domain.used"])
+
+
+def test_sets_are_taken_from_a_run_that_begins_at_the_same_place_alone() -> None:
+    def begun(begin: float) -> OwnExperts:
+        return OwnExperts(Domain(weight=1.0, begin=begin, full=1.0, experts="used"), 8, 2)
+
+    term, same, other = begun(0.55), begun(0.55), begun(0.6)
+    term.loss(a_pass(0.5))
+    term.end_step()
+    term.loss(a_pass(0.55))
+    for one in (same, other):
+        one.restore(term.state())
+    same.loss(a_pass(0.7))
+    with pytest.raises(InputError, match=r"nothing was counted before 0\.6 of the run: branch off an earlier"):
+        other.loss(a_pass(0.7))
 
 
 def test_a_prior_moves_choices_and_not_weights() -> None:
@@ -180,6 +237,71 @@ def test_a_late_term_can_branch_off_a_run_without_it(data: Path, tmp_path: Path)
     assert all(torch.equal(of_whole[name], of_part[name]) for name in of_whole)
     assert not all(torch.equal(of_whole[name], of_plain[name]) for name in of_whole)
     assert (part["valid"], part["best"]["step"]) == (whole["valid"], 40)
+
+
+def test_domains_that_begin_late_can_branch_off_a_run_without_them(data: Path, tmp_path: Path) -> None:
+    """Interrupted while use is counted, and after: the weights and sets, bit for bit, of the run that wasn't."""
+    more = {"steps": 40, "keep": 9, "save_every": 10}
+    asked = recipe(train=more, domain=USED)
+    pretrain(data, tmp_path / "plain", recipe(train=more))
+    half = tmp_path / "plain" / "checkpoints" / "step-000020"
+    whole = pretrain(data, tmp_path / "whole", asked)
+    found = {"branched": pretrain(data, tmp_path / "branched", asked, branch=half)}
+    counts: list[int] = []
+    for name, branch, first in (("part", None, 21), ("part of the branch", half, 1)):
+        for steps, at in ((first, 21), (9, 30)):  # steps 20 and 21, from 0, are counted
+            with pytest.raises(Stopped, match=f"step-0000{at}"):
+                pretrain(data, tmp_path / name, asked, branch=branch, stop=_after(steps))
+            counts.append(int(_kept(tmp_path / name, at)["domain.used"].sum()))
+        found[name] = pretrain(data, tmp_path / name, asked, branch=branch)
+    wanted, sets = _weights(tmp_path / "whole"), _kept(tmp_path / "whole", 40)
+    assert sets["domain.sets"].shape == (2, 2, 8) and bool((sets["domain.sets"].sum(1) == 1).all())
+    for name, result in found.items():
+        same, kept = _weights(tmp_path / name), _kept(tmp_path / name, 40)
+        assert all(torch.equal(wanted[key], same[key]) for key in wanted), name
+        assert all(torch.equal(sets[key], kept[key]) for key in sets), name
+        assert result["valid"] == whole["valid"]
+    step = 4 * 32 * 2 * 2  # tokens, layers, experts
+    assert counts == [step, 2 * step] * 2
+    plain = _weights(tmp_path / "plain")
+    assert not all(torch.equal(wanted[key], plain[key]) for key in wanted)
+    late = tmp_path / "plain" / "checkpoints" / "step-000030"
+    with pytest.raises(InputError, match=r"nothing was counted before 0\.55 of the run: branch off an earlier"):
+        pretrain(data, tmp_path / "late", asked, branch=late)
+
+
+def test_two_processes_divide_experts_as_one(data: Path, tmp_path: Path) -> None:
+    train = {**TRAIN, "steps": 20, "save_every": 5, "keep": 9}
+    domain = {**USED, "weight": 1.0, "begin": 0.3, "full": 0.4}
+    pretrain(data, tmp_path / "one", recipe(train=train, domain=domain))
+    asked = tmp_path / "recipe.toml"
+    sections = {"train": train, "data": {"valid_rows": 8}, "model": MODEL, "domain": domain}
+    lines = [f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in one.items())
+             for name, one in sections.items()]  # fmt: skip
+    asked.write_text("\n".join(lines), encoding="utf-8")
+    two_processes("locality", data, tmp_path / "two", "--recipe", asked, split=False)
+    one, two = _kept(tmp_path / "one", 10), _kept(tmp_path / "two", 10)
+    assert torch.equal(one["domain.sets"], two["domain.sets"])
+    torch.testing.assert_close(one["domain.used"].sum(), two["domain.used"].sum())
+    a, b = _weights(tmp_path / "one"), _weights(tmp_path / "two")
+    for name in a:  # were the sets of the second process others, gradients would be too
+        torch.testing.assert_close(b[name], a[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def _after(steps: int) -> Callable[[], bool]:
+    """Stops a run after so many steps of this call."""
+    asked = count(1)
+    return lambda: next(asked) == steps
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def _kept(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps beside weights."""
+    state = torch.load(run / "checkpoints" / f"step-{step:06d}" / "state.pt", weights_only=False)
+    return state["objective"]
 
 
 def test_a_branch_begins_at_another_runs_checkpoint_or_not_at_all(data: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sluice.errors import InputError
 from sluice.train.losses.balance import BiasBalance, evenness, load_balance, router_z, shares
-from sluice.train.losses.domain import outside, partition
+from sluice.train.losses.domain import divided, outside, partition
 from sluice.train.losses.locality import (
     LOSSES,
     Choice,
@@ -59,6 +59,17 @@ def test_gradients_of_balance_and_domain(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.autograd.gradcheck(lambda z: load_balance(z, ids), (logits,))
     assert torch.autograd.gradcheck(router_z, (logits,))
     assert torch.autograd.gradcheck(lambda z: outside(z, own), (logits,))
+
+
+def test_gradient_where_some_tokens_are_inside_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    logits, _ = drawn()
+    own = partition(E, 2)[torch.tensor([0, 1])]
+    mass = (logits.softmax(-1) * own[:, None]).sum(-1)
+    assert 0 < int((mass > 0.5).sum()) < B * T and float((mass - 0.5).abs().min()) > 1e-3  # none at the bend
+    assert torch.autograd.gradcheck(lambda z: outside(z, own, 0.5), (logits.requires_grad_(),))
+    (mine,) = torch.autograd.grad(outside(logits, own, 0.5), logits)
+    assert torch.equal(mine.any(-1), mass < 0.5)
 
 
 def test_gradient_of_kl_is_that_of_a_fixed_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +286,23 @@ def test_outside_is_the_surprise_at_the_domain() -> None:
     p = logits.softmax(-1)
     expected = -torch.stack([p[0, :, 3:].sum(-1).log(), p[1, :, :3].sum(-1).log()]).mean()
     assert float(outside(logits, own)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_outside_ends_where_the_domain_has_enough() -> None:
+    logits, _ = drawn(2)
+    own = partition(E, 2)[torch.tensor([1, 0])]
+    mass = (logits.softmax(-1) * own[:, None]).sum(-1).flatten().tolist()
+    expected = sum(max(0.0, -math.log(m) + math.log(0.6)) for m in mass) / len(mass)
+    assert float(outside(logits, own, 0.6)) == pytest.approx(expected, rel=1e-5)
+    assert float(outside(logits, own, 1.0)) == pytest.approx(float(outside(logits, own)), rel=1e-6)
+
+
+def test_domains_keep_the_experts_that_they_use_most() -> None:
+    used = torch.tensor([[50, 30, 20, 0, 0], [2, 16, 0, 2, 0], [60, 0, 0, 30, 10]])
+    # by share: 1 to domain 1 (0.8), 0 to domain 2 (0.6), which is full then; 2 to domain 0 (0.2), others have its first
+    # two; 3 to domain 1 (0.1), though domain 2 uses it more; 4 to domain 0, the only one with room
+    assert [one.nonzero().flatten().tolist() for one in divided(used)] == [[2, 4], [1, 3], [0]]
+    assert torch.equal(divided(torch.zeros(3, 7)), partition(7, 3))
 
 
 def test_a_token_that_takes_all_experts_has_nothing_to_learn_from_the_set() -> None:

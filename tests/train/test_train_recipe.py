@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import InputError
-from sluice.train.recipe import parse_recipe, read_recipe
+from sluice.train.recipe import Domain, parse_recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = {"steps": 10, "batch": 4, "length": 16}
+USED = {"experts": "used", "begin": 0.55, "full": 0.75}
 
 
 def write(folder: Path, text: str) -> Path:
@@ -32,6 +33,13 @@ def test_whole_numbers_do_for_numbers_and_tables_are_kept() -> None:
     recipe = parse_recipe({"train": {**LEAST, "lr": 1}, "data": {"weights": {"code": 2}}, "model": {"family": "olmoe"}})
     assert recipe.train.lr == 1 and recipe.data.weights == {"code": 2} and recipe.model == {"family": "olmoe"}
     assert recipe.without_model().model == {}
+
+
+def test_use_is_counted_over_the_twentieth_before_the_domains_begin() -> None:
+    for begin, counted in ((0.55, [10]), (0.2, [3]), (0.52, [10]), (0.01, [0])):
+        domain = Domain(experts="used", begin=begin, full=1.0)
+        assert [step for step in range(20) if domain.counts(step / 20)] == counted
+    assert not any(Domain(begin=0.55, full=0.75).counts(step / 20) for step in range(20))
 
 
 def test_sections_are_changed_and_checked_again() -> None:
@@ -58,6 +66,13 @@ def test_sections_are_changed_and_checked_again() -> None:
         ({"train": LEAST, "locality": {"anneal": "often"}}, r"constant, rise, fall, late"),
         ({"train": LEAST, "locality": {"tau": 0.0}}, r"locality\.tau is 0"),
         ({"train": LEAST, "domain": {"until": 2.0}}, r"domain\.until is 2"),
+        ({"train": LEAST, "domain": {"full": 1.5}}, r"domain\.full is 1\.5"),
+        ({"train": LEAST, "domain": {"begin": 0.5}}, r"domain\.full is 0 and domain\.begin 0\.5: give at least"),
+        ({"train": LEAST, "domain": {"enough": 2}}, r"domain\.enough is 2: give a share"),
+        ({"train": LEAST, "domain": {"experts": "odd"}}, r"experts 'odd' is unknown: choose from even, used"),
+        ({"train": LEAST, "domain": {**USED, "prior": 1.0}}, r"leave domain\.prior out"),
+        ({"train": LEAST, "domain": {"experts": "used"}}, r"no step is within the 0\.05 of the run before.*, 0:"),
+        ({"train": LEAST, "domain": {**USED, "begin": 0.58}}, r"no step is within.* 0\.58: begin later"),
         ({"train": LEAST, "distill": {"weight": 1.5}}, r"distill\.weight is 1\.5"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How strong a part of a loss is along a run: schedules by name. Knows no losses."""
+"""How strong a part of a loss is along a run: schedules by name, or from one place to another. Knows no losses."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ ANNEALS: dict[str, Callable[[float], float]] = {
 def strength(anneal: str, done: float) -> float:
     """The part of its weight, 0 to 1, that something has when `done` of the run is done."""
     return ANNEALS[anneal](done)
+
+
+def rising(begin: float, full: float, done: float) -> float:
+    """0 before `begin` of the run, 1 from `full` on, linear between them."""
+    if done >= full:
+        return 1.0
+    return (done - begin) / (full - begin) if done > begin else 0.0

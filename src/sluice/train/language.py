@@ -55,6 +55,16 @@ class Term:
         """[B, E] added to routers' logits where experts are chosen, in training alone; None for nothing."""
         return None
 
+    def end_step(self) -> None:
+        """Called when a step has changed the weights, on all processes: for what isn't learned by gradients."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint has to keep of it, by names that no other term's has."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take what is its own of a checkpoint's, which may be of a run without this term."""
+
 
 class LanguageModel(Objective):
     """Trains all of `model`, which transformers made, on rows of text.
@@ -106,6 +116,8 @@ class LanguageModel(Objective):
     def end_step(self) -> None:
         if self.bias is not None and self._load is not None:
             self.bias.update(_mean(self._load))
+        for term in self.terms:
+            term.end_step()
 
     def run(self, ids: Tensor, domain: Tensor, *, prior: bool = False) -> Pass:
         """A pass over ids [B, T + 1], all but the last of which the model reads; `prior`: with what training adds."""
@@ -181,11 +193,16 @@ class LanguageModel(Objective):
         self._save(self.model.eval(), folder / "model")
 
     def state(self) -> dict[str, Tensor]:
-        return {} if self.bias is None else {"bias": self.bias.bias}
+        found = {} if self.bias is None else {"bias": self.bias.bias}
+        for term in self.terms:
+            found |= term.state()
+        return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         if self.bias is not None:
             self.bias.bias = state["bias"].clone()
+        for term in self.terms:
+            term.restore(state)
 
 
 def use(load: Tensor, top_k: int) -> Metrics:

@@ -5,14 +5,17 @@ Terms of `language.LanguageModel`; they know losses and schedules, no files.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sluice.errors import InputError
-from sluice.train.anneal import strength
+from sluice.train import processes
+from sluice.train.anneal import rising, strength
 from sluice.train.language import Pass, Term
-from sluice.train.losses.domain import outside, partition
+from sluice.train.losses.domain import divided, outside, partition
 from sluice.train.losses.locality import Choice, held_before, loss_named
 from sluice.train.objective import Metrics
 from sluice.train.recipe import Distill, Domain, Locality, Recipe
@@ -37,16 +40,59 @@ class Neighbours(Term):
 
 
 class OwnExperts(Term):
-    """Keeps each domain's tokens to its part of the experts."""
+    """Keeps each domain's tokens to its part of the experts: even parts, or by what domains were seen to use."""
 
     def __init__(self, asked: Domain, n_expert: int, n_domains: int) -> None:
         self.asked, self.parts = asked, partition(n_expert, n_domains)
+        self.sets = self.parts[None] if asked.experts == "even" else None  # [layers, or 1 for all, domains, E]
+        self.used: Tensor | None = None  # [layers, domains, E] float64: tokens that took each expert, while they count
+        self._counted: Tensor | None = None  # the same of the step at hand, in this process
 
     def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
-        own = self.parts.to(seen.domain.device)[seen.domain]  # [B, E]
-        value = torch.stack([outside(logits, own) for logits, _ in seen.routes.values()]).mean()
-        inside = torch.stack([_inside(own, ids) for _, ids in seen.routes.values()]).mean()
-        return self.asked.weight * value, {"domain": float(value.detach()), "domain_hit": float(inside)}
+        if self.asked.counts(seen.done):
+            self._counted = torch.stack([self._count(seen.domain, ids) for _, ids in seen.routes.values()])
+        if self.sets is None and seen.done >= self.asked.begin:
+            self.sets = self._divided()
+        if self.sets is None:
+            return seen.logits.new_zeros(()), {}
+        sets = self.sets.to(seen.domain.device).expand(len(seen.routes), -1, -1)[:, seen.domain]  # [layers, B, E]
+        routes = list(zip(sets, seen.routes.values(), strict=True))
+        value = torch.stack([outside(logits, own, self.asked.enough) for own, (logits, _) in routes]).mean()
+        inside = torch.stack([_inside(own, ids) for own, (_, ids) in routes]).mean()
+        weight = self.asked.weight * rising(self.asked.begin, self.asked.full, seen.done)
+        return weight * value, {"domain": float(value.detach()), "domain_hit": float(inside)}
+
+    def _count(self, domain: Tensor, ids: Tensor) -> Tensor:
+        """[domains, E]: of ids [B, T, k], how many of each domain's are each expert."""
+        pairs = domain[:, None, None] * self.parts.shape[1] + ids
+        return torch.bincount(pairs.flatten(), minlength=self.parts.numel()).view(self.parts.shape).float()
+
+    def _divided(self) -> Tensor:
+        """[layers, domains, E], the same in all processes. Raises InputError where nothing was counted."""
+        if self.used is None:
+            raise InputError(f'domain.experts is "used" and nothing was counted before {self.asked.begin:g} of the '
+                             "run: branch off an earlier checkpoint")  # fmt: skip
+        return torch.stack([divided(one) for one in self.used])
+
+    def end_step(self) -> None:
+        if self._counted is None:
+            return
+        processes.average([self._counted])  # every process has the same counts then, and so the same sets
+        counted = self._counted.cpu().double() * processes.place().world
+        self.used = counted if self.used is None else self.used + counted
+        self._counted = None
+
+    def state(self) -> dict[str, Tensor]:
+        if self.asked.experts == "even" or self.used is None:
+            return {}
+        found = {"domain.begin": torch.tensor(self.asked.begin, dtype=torch.float64), "domain.used": self.used}
+        return found if self.sets is None else {**found, "domain.sets": self.sets}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Counts and sets, but for those of a run that begins elsewhere: they are of other steps than it asks for."""
+        begun = state.get("domain.begin")
+        if self.asked.experts == "used" and begun is not None and float(begun) == self.asked.begin:
+            self.used, self.sets = state["domain.used"], state.get("domain.sets")
 
     def prior(self, domain: Tensor, done: float) -> Tensor | None:
         left = max(0.0, 1 - done / self.asked.until) if self.asked.until else 0.0

@@ -18,6 +18,8 @@ from sluice.train.settings import Settings
 
 MAX_BYTES = 1 << 20
 LEARNS = ("all", "routers")
+EXPERTS = ("even", "used")
+COUNTED = 0.05  # of the run, before a domain's term begins: where it is counted which experts domains use
 _T = TypeVar("_T")
 
 
@@ -64,12 +66,23 @@ class Locality:
 class Domain:
     """`weight` × the loss that keeps tokens to their domain's experts, and `prior`, added to those experts' logits.
 
-    The prior is for training alone: it falls linearly to 0 at `until` of the run.
+    The weight rises linearly from 0 at `begin` of the run to all of it at `full`. The prior is for training alone: it
+    falls linearly to 0 at `until` of the run. `experts` are divided over the domains `even`, in the order of their ids,
+    or at `begin` by how much they are `used` over the twentieth of the run before it. A token whose domain's experts
+    have `enough` of its probability isn't pushed any more (0: all of them are).
     """
 
     weight: float = 0.0
     prior: float = 0.0
     until: float = 0.5
+    begin: float = 0.0
+    full: float = 0.0
+    experts: str = "even"
+    enough: float = 0.0
+
+    def counts(self, done: float) -> bool:
+        """Whether a step, before which `done` of the run is done, is one of those that experts are divided by."""
+        return self.experts == "used" and self.begin - COUNTED - 1e-9 <= done < self.begin  # 0.2 - 0.05 > 0.15
 
 
 @dataclass(frozen=True)
@@ -103,13 +116,32 @@ class Recipe:
                 raise InputError(f"{name}.anneal {how!r} is unknown: choose from {', '.join(ANNEALS)}")
         if self.locality.tau <= 0:
             raise InputError(f"locality.tau is {self.locality.tau:g}: give a number above 0")
-        for name, value in (("balance.fade", self.balance.fade), ("domain.until", self.domain.until)):
+        domain = self.domain
+        for name, value in (("balance.fade", self.balance.fade), ("domain.until", domain.until),
+                            ("domain.begin", domain.begin), ("domain.full", domain.full)):  # fmt: skip
             if value > 1:
                 raise InputError(f"{name} is {value:g}: give a part of the run, 0 to 1")
+        if domain.full < domain.begin:
+            raise InputError(f"domain.full is {domain.full:g} and domain.begin {domain.begin:g}: give at least as much")
+        if domain.enough > 1:
+            raise InputError(f"domain.enough is {domain.enough:g}: give a share of a token's probability, 0 to 1")
+        self._check_experts()
         if self.distill.weight > 1:
             raise InputError(f"distill.weight is {self.distill.weight:g}: give 0 to 1")
         if self.data.valid_rows < 1:
             raise InputError(f"data.valid_rows is {self.data.valid_rows}: give at least 1")
+
+    def _check_experts(self) -> None:
+        """Raise InputError where the domain's experts can't be divided as it is asked for."""
+        domain, steps = self.domain, self.train.steps
+        if domain.experts not in EXPERTS:
+            raise InputError(f"domain.experts {domain.experts!r} is unknown: choose from {', '.join(EXPERTS)}")
+        if domain.experts == "used" and domain.prior:
+            raise InputError('domain.experts is "used", and a prior needs them from the first step: '
+                             'leave domain.prior out, or give "even"')  # fmt: skip
+        if domain.experts == "used" and not any(domain.counts(step / steps) for step in range(steps)):
+            raise InputError(f'domain.experts is "used", and no step is within the {COUNTED:g} of the run before '
+                             f'domain.begin, {domain.begin:g}: begin later, or give "even"')  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-like, with every default written out."""
