@@ -500,10 +500,13 @@ def test_a_plan_divides_and_predicts(
     assert all_of_it["decode"]["tok_per_s"] > 0 and all_of_it["decode"]["device_demands"] == 12
     assert all_of_it["prefill"]["tok_per_s"] > 0 and all_of_it["prefill"]["device_demands"] == 12
     assert [one["tokens"] for one in found["costs"]["prompts"]] == sorted({32, 64})
+    with divided(everyone, vulkan_ggml, device) as engine:
+        made = engine.device["slots_bytes"]  # type: ignore[index]
+    assert all_of_it["device"]["slots_bytes"] == pytest.approx(made, abs=4096), "as they come to be"
     assert all_of_it["ram"]["dense"] < few["ram"]["dense"] or few["device"] is not None
     assert main([*words, "--ram", "3G", "--vram", "64M"]) == 0
     out = capsys.readouterr().out
-    assert "divided over" in out and "prefill tok/s" in out and "▓ weights" in out
+    assert "divided over" in out and "prefill tok/s" in out and "▓ weights" in out and "free " in out
     shared = ["--ggml", str(vulkan_ggml), "--profile", str(tmp_path / "profile.json"), "--ctx", "64", "--threads", "1"]
     assert main(["bench", str(everyone), *shared, "--device", device, "--gen", "2", "--repeat", "1"]) == 2
     assert "predicts the processor alone" in capsys.readouterr().err

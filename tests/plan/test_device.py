@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from profiles import profile
 
-from sluice.cli.plan_device import BAR, bar
+from sluice.cli.plan_device import BAR, bar, pictures
 from sluice.lab.tiers import TierSlots
 from sluice.plan.bandwidth import prompt_cost
 from sluice.plan.device import DeviceCosts, Split, predict_split, predict_split_prompts
@@ -132,6 +132,16 @@ def test_the_assumed_hits_of_both_memories_are_those_of_one_as_large() -> None:
     everything = assumed.tiers([TierSlots(range(10), 160)], 4)
     assert everything.above == pytest.approx(40) and everything.read == 0
     assert everything.prompts.below == [0] and not everything.prompts.absences.absent.any()
+
+
+def test_what_the_budget_leaves_is_called_free() -> None:
+    there = {"name": "GPU0", "weights_bytes": 1 << 30, "kv_bytes": 1 << 29, "slots_bytes": 1 << 31, "bytes": 1 << 31,
+             "budget_bytes": 5 << 30}  # fmt: skip
+    ram = {"dense": 0, "kv": 0, "slots": 1 << 30, "other": 0}
+    (name, text), _ = pictures({"device": there, "ram": ram})
+    assert name == "GPU0"
+    for part in ("weights 1.00G", "KV 512.0M", "experts 2.00G", "graphs 512.0M", "free 1.00G"):
+        assert part in text
 
 
 def test_a_bar_has_its_parts_in_proportion() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sluice.plan.workload import Workload
 
 BAR = 40  # characters of a memory
-SHADES = ("▓", "▒", "░", "·")
+SHADES = ("▓", "▒", "░", "·", " ")
 
 
 def default_vram(library: Library, name: str) -> list[int]:
@@ -133,12 +133,12 @@ def show_splits(found: dict[str, Any]) -> None:
 def pictures(row: dict[str, Any]) -> list[tuple[str, str]]:
     """What fills a split's device and RAM, as bars."""
     there = row["device"]
-    held = there["weights_bytes"], there["kv_bytes"]
-    slots = there["budget_bytes"] - there["bytes"]
-    rest = there["bytes"] - sum(held)
+    held = {"weights": there["weights_bytes"], "KV": there["kv_bytes"], "experts": there["slots_bytes"]}
+    taken = there["bytes"] + there["slots_bytes"]  # planned for, not made: the slots are not among the bytes yet
+    graphs, free = taken - sum(held.values()), max(0, there["budget_bytes"] - taken)
     ram = row["ram"]
     return [
-        (there["name"], bar({"weights": held[0], "KV": held[1], "experts": slots, "graphs": rest})),
+        (there["name"], bar({**held, "graphs": graphs, "free": free})),
         ("RAM", bar({"weights": ram["dense"], "KV": ram["kv"], "experts": ram["slots"], "other": ram["other"]})),
     ]
 
@@ -147,7 +147,7 @@ def bar(parts: dict[str, int]) -> str:
     """Parts of a memory, in bytes, as a bar and its legend."""
     total = sum(parts.values()) or 1
     line, legend = "", []
-    for shade, (name, n) in zip(SHADES, parts.items(), strict=True):
+    for shade, (name, n) in zip(SHADES, parts.items(), strict=False):
         line += shade * round(BAR * n / total)
-        legend.append(f"{shade} {name} {format_size(n)}")
+        legend.append(f"{shade} {name} {format_size(n)}".strip())
     return f"{line}  {', '.join(legend)}"

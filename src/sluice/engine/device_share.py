@@ -24,7 +24,7 @@ from sluice.memory import rss_bytes
 from sluice.models.blocks import Family
 from sluice.models.spec import ModelSpec
 from sluice.store import ExpertStore
-from sluice.vram import Kind
+from sluice.vram import Kind, slot_bytes
 
 
 class DeviceShare:
@@ -155,8 +155,21 @@ class DeviceShare:
             return []
         if site.pool is not None:
             return [(list(group.layers), group.level.n_slots) for group in site.pool.groups]
-        slots = site.slots_in(self._parts, self._vram - site.n_bytes)
-        return [(self._parts[kind], n) for kind, n in slots.items() if n]
+        return [(self._parts[kind], n) for kind, n in self._planned(site).items() if n]
+
+    def _planned(self, site: DeviceSite) -> dict[Kind, int]:
+        """How many slots of each kind there would be."""
+        return site.slots_in(self._parts, self._vram - site.n_bytes)
+
+    @property
+    def _slots_bytes(self) -> int:
+        """What the slots take there, or would take."""
+        site = self.site
+        if site is None:
+            return 0
+        if site.pool is not None:
+            return site.pool.n_bytes
+        return sum(n * slot_bytes(site.device, kind) for kind, n in self._planned(site).items())
 
     @property
     def facts(self) -> dict[str, Any] | None:
@@ -169,6 +182,7 @@ class DeviceShare:
             "bytes": site.n_bytes,
             "weights_bytes": site.weights.n_bytes,
             "kv_bytes": site.cache.n_bytes,
+            "slots_bytes": self._slots_bytes,
             "layers": len(layers_of(self._spec, site.segment_numbers)),
             "moe_layers": len(site.moe_layers),
             "slots": sum(n for _, n in self.groups),
