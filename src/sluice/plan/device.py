@@ -20,7 +20,7 @@ from sluice.config import EngineConfig
 from sluice.errors import InputError
 from sluice.plan.bandwidth import decode_cost, predict_decode
 from sluice.plan.device_prompts import PromptCosts, PromptRun, predict_prompts, prompt_costs, resident_s, run_prompt
-from sluice.plan.probe import STEPS, WARM_UP_STEPS, Check, Probe
+from sluice.plan.probe import QUICK_PROMPT_S, STEPS, WARM_UP_STEPS, Check, Probe
 from sluice.plan.profile import MachineProfile
 from sluice.plan.workload import TierLoad
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Opener = Callable[[EngineConfig], AbstractContextManager["Engine"]]
 COPIES = 5
+SLOW_WIDTH = 128  # tokens
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,19 @@ class Split:
 def measure_costs(
     config: EngineConfig, opener: Opener, widths: Sequence[int], check: Check = lambda: None
 ) -> DeviceCosts:
-    """Open the model three times with the device of `config`; `widths` are those of the prompts.
+    """Open the model three times with the device of `config`.
 
-    Raises InputError where it takes no layer.
+    `widths` are those of the prompts, ascending: the longer ones are cut to SLOW_WIDTH where the device is so slow that
+    they would take long. Raises InputError where it takes no layer.
     """
     everything = replace(config, gpu_layers=None, cpu_moe_layers=0)
+    with opener(replace(everything, cpu_moe_layers=1 << 20)) as engine:
+        whole = _measured(engine, widths[:1], check)
+        if whole.prompts[0][-1].seconds > QUICK_PROMPT_S:
+            widths = [widths[0], *(min(width, SLOW_WIDTH) for width in widths[1:])]
+        whole.prompts.extend(run_prompt(Probe(engine, check), width, times=2) for width in widths[1:])
     with opener(replace(everything, gpu_layers=1, cpu_moe_layers=1 << 20)) as engine:
         first = _measured(engine, widths, check)
-    with opener(replace(everything, cpu_moe_layers=1 << 20)) as engine:
-        whole = _measured(engine, widths, check)
     with opener(everything) as engine:
         assert engine.device is not None
         name, near, copy_s = str(engine.device["name"]), _measured(engine, widths, check), _copy_s(engine)
