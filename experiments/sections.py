@@ -93,9 +93,9 @@ def domain(work: Work) -> str:
                 _row(f"domain, seed {seed}", one, bases[seed]),
             ]
     about = """At 0.55 of a run every layer's experts are divided over the domains, even shares, by how much each uses
-        them, and over the next fifth of it a loss comes to keep its text to its own. *Own experts serve* is the share of a
-        domain's choices that fall on the experts of each layer that it uses most, as many as that share, picked on
-        training text: what pinning them would hit."""
+        them, and over the next fifth of it a loss comes to keep its text to its own. *Own experts serve* is the share
+        of a domain's choices that fall on the experts of each layer that it uses most, as many as that share, picked
+        on training text: what pinning them would hit."""
     return section("Domains", prose(about), rows(HEADS, body))
 
 
