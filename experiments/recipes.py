@@ -182,6 +182,14 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
             "distill": {"weight": 0.5, "anneal": "late"},
         },
     ),
+    "quill": (
+        "as feather, λ 1.2",
+        {
+            "locality": {**NUDGE, "loss": "weight", "weight": 1.2, "tau": 0.03},
+            "balance": {"final": 0.2},
+            "distill": {"weight": 0.5, "anneal": "late"},
+        },
+    ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
         {"distill": {"weight": 0.5, "anneal": "late"}},

@@ -20,6 +20,7 @@ from sluice.config import EngineConfig
 from sluice.engine import Engine
 from sluice.engine import devices as trials
 from sluice.engine.device_site import DeviceSite
+from sluice.engine.pairs import KEPT_PAIRS
 from sluice.engine.split import SplitStepper
 from sluice.errors import BudgetError, GgmlError, InputError, ReadError
 from sluice.ggml import Context, Device, DeviceTensors, GgmlType, Graph, devices, load_library
@@ -162,17 +163,20 @@ def test_experts_move_between_disk_ram_and_device(many: Path, vulkan_ggml: Path,
     assert np.median(apart(found, roomy)) < NEAR
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "n"), [(True, 40), (True, 200), (False, 40)])  # of 200, more pairs than are kept
 def test_nothing_is_copied_to_what_the_device_reads(
-    many: Path, vulkan_ggml: Path, device: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    many: Path, vulkan_ggml: Path, device: str, overlap: bool, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    it = prompt(np.random.default_rng(6), 40, 40)
+    it = prompt(np.random.default_rng(6), n, 40)
     reading: set[tuple[int, int]] = set()  # slots, with their group, of graphs that were begun since it was waited for
     pairs_there, wait, parts = SplitStepper._pairs_there, DeviceSite.wait, DevicePool._parts
     beside = []
+    n_pairs = 0  # of the last of them
 
     def begun(self: Any, i: int, group: Any, demand: Any, slots: Any, n: int) -> None:
+        nonlocal n_pairs
         pairs_there(self, i, group, demand, slots, n)
+        n_pairs = sum(len(demand.pairs[key.expert]) for key in slots)
         if self.site.busy:
             reading.update((id(group), slot) for slot in slots.values())
 
@@ -182,7 +186,7 @@ def test_nothing_is_copied_to_what_the_device_reads(
 
     def copied(self: Any, layer: int, slot: int, below: memoryview) -> Any:
         assert (id(self.group(layer)), slot) not in reading
-        beside.append(bool(reading))
+        beside.append(n_pairs if reading else 0)
         return parts(self, layer, slot, below)
 
     monkeypatch.setattr(SplitStepper, "_pairs_there", begun)
@@ -197,6 +201,7 @@ def test_nothing_is_copied_to_what_the_device_reads(
         prefill, decode = engine.stats()["prefill"], engine.stats()["decode"]
     assert prefill["uploads"] > 0 and decode["promotions"] > 0
     assert any(beside) == overlap, "what is uploaded is copied beside pairs"
+    assert (max(beside) > KEPT_PAIRS) == (n == 200)
     # a rise is copied beside the next segment, which is the device's after each of its layers
     assert decode["overlapped"] == (decode["promotions"] if overlap else 0)
     assert (prefill["overlapped"] > 0) == overlap

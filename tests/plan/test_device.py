@@ -70,12 +70,13 @@ def test_in_between_it_is_in_between() -> None:
 
 def test_a_prompt_that_was_measured_comes_out_again() -> None:
     host = prompt_cost(profile(), 100)
-    assert seconds(0) == pytest.approx(host.compute_s + host.host_s)
+    assert seconds(0, below=0) == pytest.approx(host.compute_s + host.host_s)
     assert seconds(1, below=0) == pytest.approx(4.0)
     assert seconds(10, below=0) == pytest.approx(3.1)
     assert seconds(10, above=160, below=0) == pytest.approx(2.1)
     assert seconds(10, below=160) == pytest.approx(3.1 - 80 * 0.005)
     assert seconds(10, tokens=1, below=0) == pytest.approx(0.044)
+    assert seconds(10, above=16000, below=0) == pytest.approx(0.044), "no prompt takes less than a token"
 
 
 def test_a_prompts_reads_and_copies_cost() -> None:
@@ -91,6 +92,12 @@ def test_what_runs_showed_is_taken_apart() -> None:
     empty = PromptRun(2.9, met=10, below=70, uploads=20, copies=5)
     found = prompt_costs(64, PromptRun(3.5, 0, 80, 0, 0), whole, empty, near, copy_s=0.1)
     assert found == PromptCosts(64, 3.5, 3.0, pytest.approx(0.02), pytest.approx(-0.02), pytest.approx(20 / 70))  # type: ignore[arg-type]
+    # a device that holds half of them: 30 met, 40 uploaded
+    half = PromptRun(3.0 - 30 * 0.02 - 40 * 0.02, met=30, below=50, uploads=40, copies=0)
+    again = prompt_costs(64, PromptRun(3.5, 0, 80, 0, 0), whole, empty._replace(uploads=60, seconds=2.1), half, 0.1)
+    assert (again.saved_s, again.upload_s) == (pytest.approx(0.02), pytest.approx(-0.02))
+    none_stay = empty._replace(met=0, copies=0, seconds=2.6)
+    assert prompt_costs(64, whole, whole, none_stay, none_stay, 0.1).upload_s == pytest.approx(-0.02)
     nothing = prompt_costs(64, whole, whole, whole, whole, copy_s=0.1)
     assert nothing == PromptCosts(64, 3.0, 3.0, 0.0, 0.0, 0.0)
 
@@ -102,6 +109,8 @@ def test_between_widths_costs_lie_on_a_line() -> None:
         (0.6, 0.35, 0.1, -0.05, 0.4)
     )
     assert costs_at(points, 21).first_s == pytest.approx(2.1) and costs_at(points, 21).uploaded == 0.8
+    falling = [points[0], replace(points[1], all_s=0.05)]
+    assert costs_at(falling, 100).all_s == pytest.approx(0.05), "no prompt is faster for being longer"
 
 
 def test_reads_and_copies_cost() -> None:
@@ -129,6 +138,8 @@ def test_the_assumed_hits_of_both_memories_are_those_of_one_as_large() -> None:
     assert found.absences.absent.mean() == pytest.approx(assumed.absences(80).decode.absent.mean())
     assert 0 < found.above < 40 and found.copies == 0
     assert found.prompts.above == [40] and found.prompts.below == [120], "a prompt meets what lies there"
+    assert assumed.tiers([], 40).prompts.below == [0], "without slots nothing can be uploaded"
+    assert assumed.tiers([TierSlots(range(2), 4)], 40).prompts.below == [28]
     everything = assumed.tiers([TierSlots(range(10), 160)], 4)
     assert everything.above == pytest.approx(40) and everything.read == 0
     assert everything.prompts.below == [0] and not everything.prompts.absences.absent.any()

@@ -132,6 +132,24 @@ def a_pass(done: float) -> Pass:
     return Pass(ids, torch.tensor([0, 1]), torch.zeros(2, 9, 5), {0: (z, z.detach().topk(2, -1).indices)}, done)
 
 
+def test_a_longer_run_that_is_branched_off_divides_anew() -> None:
+    """Its beginning lies later than that of the run whose checkpoint it has."""
+    asked = Domain(weight=1.0, begin=0.55, full=0.75, experts="used")
+    counted, later = OwnExperts(asked, 8, 2), OwnExperts(asked, 8, 2)
+    for done in (0.52, 0.6):
+        counted.loss(a_pass(done))
+        counted.end_step()
+    assert counted.sets is not None
+    later.restore(counted.state())
+    loss, figures = later.loss(a_pass(0.3))
+    assert not figures and not loss.item() and later.used is None and later.sets is None
+    later.loss(a_pass(0.52))
+    later.end_step()
+    later.loss(a_pass(0.56))
+    torch.testing.assert_close(later.used, counted.used)
+    torch.testing.assert_close(later.sets, counted.sets)
+
+
 def test_a_terms_weight_follows_its_schedule() -> None:
     term = Neighbours(Locality(loss="mass", weight=2.0, anneal="rise"))
     loss, figures = term.loss(a_pass(0.25))

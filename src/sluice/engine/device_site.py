@@ -67,6 +67,7 @@ class DeviceSite:
         self.segment_numbers = frozenset(segments)
         self._stack = ExitStack()
         self._busy = False
+        self._running: Context | None = None  # of what it computes, if nobody else keeps that
         self._scatters: OrderedDict[int, tuple[Context, Graph]] = OrderedDict()
         self.pool: DevicePool | None = None
         self.pairs: dict[int, list[PairGraphs]] = {}  # by layer, a bank's each
@@ -101,6 +102,7 @@ class DeviceSite:
         self.close()
 
     def close(self) -> None:
+        self._drop()
         for context, _ in self._scatters.values():
             context.close()
         self._scatters.clear()
@@ -180,17 +182,25 @@ class DeviceSite:
         """It was given something to do, and hasn't been waited for since."""
         return self._busy
 
-    def start(self, graph: Graph) -> None:
-        """Have the device run `graph` while the host goes on."""
+    def start(self, graph: Graph, context: Context | None = None) -> None:
+        """Have the device run `graph` while the host goes on. `context`, that of a graph for once, is closed after."""
         self.wait()
-        self._busy = True
+        self._busy, self._running = True, context
         self.backend.start(graph)
 
     def wait(self) -> None:
         """Until it has done what it was given."""
         if self._busy:
             self._busy = False
-            self.backend.wait()
+            try:
+                self.backend.wait()
+            finally:
+                self._drop()
+
+    def _drop(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
 
     def compute(self, graph: Graph) -> None:
         self.start(graph)

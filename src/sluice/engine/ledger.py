@@ -31,7 +31,7 @@ class PhaseLedger:
     promotions: int = 0  # experts copied there to stay, and those of them that it gave back to RAM for that
     demotions: int = 0
     uploads: int = 0  # experts copied there for one step
-    overlapped: int = 0  # of promotions and uploads: copied beside what the device had been given to compute
+    overlapped: int = 0  # of promotions and uploads: begun before what the device had been given was waited for
     bytes_read: int = 0
     reads: int = 0
     io_busy_s: float = 0.0

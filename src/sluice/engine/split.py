@@ -151,7 +151,12 @@ class SplitStepper(Stepper):
         began = perf_counter()
         self.site.start(graph)
         self._ledger.compute_s += perf_counter() - began
+        if not self.overlap:
+            self._await()
         self._raise()
+        self._await()
+
+    def _await(self) -> None:
         began = perf_counter()
         self.site.wait()
         self._ledger.compute_s += perf_counter() - began
@@ -197,9 +202,7 @@ class SplitStepper(Stepper):
             rows = np.concatenate(self._by_host)
             site.scatter(self.workspace.arrays["pairs"], rows)
         if group is not None:
-            began = perf_counter()
             self._let_pass(group)
-            self._ledger.compute_s += perf_counter() - began
             group.level.release(list(above))
             if rising:
                 self._rising = Rising(group, rising, tick)
@@ -211,8 +214,6 @@ class SplitStepper(Stepper):
         (group, keys, tick), self._rising = self._rising, None
         pool, cache = self.site.pool, self.store.cache
         assert pool is not None
-        if not self.overlap:
-            self.site.wait()
         for key in keys:
             if not cache.resident(key) or group.level.cache.resident(key):
                 continue
@@ -272,7 +273,7 @@ class SplitStepper(Stepper):
 
     def _let_pass(self, group: Group) -> None:
         """Wait for the device, after which what was uploaded may go."""
-        self.site.wait()
+        self._await()
         group.level.release(self._passing)
         self._passing = []
 
@@ -296,5 +297,4 @@ class SplitStepper(Stepper):
                     site.start(graphs.kept(layer, n_pairs))
                 else:
                     context, graph = graphs.once(layer, n_pairs, 0, graphs.store.n_slots)
-                    with context:
-                        self._compute_there(graph)
+                    site.start(graph, context)

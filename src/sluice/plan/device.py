@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sluice.engine import Engine
 
 Opener = Callable[[EngineConfig], AbstractContextManager["Engine"]]
+Prompts = dict[int, list[PromptRun]]  # by width
 COPIES = 5
 SLOW_WIDTH = 128  # tokens
 
@@ -70,45 +71,63 @@ def measure_costs(
 ) -> DeviceCosts:
     """Open the model three times with the device of `config`.
 
-    `widths` are those of the prompts, ascending: the longer ones are cut to SLOW_WIDTH where the device is so slow that
+    `widths` are those of the prompts: no more than the context, and than SLOW_WIDTH where the device is so slow that
     they would take long. Raises InputError where it takes no layer.
     """
     everything = replace(config, gpu_layers=None, cpu_moe_layers=0)
     with opener(replace(everything, cpu_moe_layers=1 << 20)) as engine:
-        whole = _measured(engine, widths[:1], check)
-        if whole.prompts[0][-1].seconds > QUICK_PROMPT_S:
-            widths = [widths[0], *(min(width, SLOW_WIDTH) for width in widths[1:])]
-        whole.prompts.extend(run_prompt(Probe(engine, check), width, times=2) for width in widths[1:])
+        whole = _measured(engine, lambda probe: _prompts_within(probe, widths), check)
+    widths = list(whole.prompts)
+
+    def prompts(probe: Probe) -> Prompts:
+        return {width: run_prompt(probe, width, times=2) for width in widths}
+
     with opener(replace(everything, gpu_layers=1, cpu_moe_layers=1 << 20)) as engine:
-        first = _measured(engine, widths, check)
+        first = _measured(engine, prompts, check)
     with opener(everything) as engine:
         assert engine.device is not None
-        name, near, copy_s = str(engine.device["name"]), _measured(engine, widths, check), _copy_s(engine)
-    prompts = tuple(
-        prompt_costs(width, one[-1], all_there[-1], found[0], found[-1], copy_s)
-        for width, one, all_there, found in zip(widths, first.prompts, whole.prompts, near.prompts, strict=True)
-    )
+        name, near, copy_s = str(engine.device["name"]), _measured(engine, prompts, check), _copy_s(engine)
+    by_width = tuple(
+        prompt_costs(
+            width, first.prompts[width][-1], whole.prompts[width][-1], near.prompts[width][0], near.prompts[width][-1],
+            copy_s,
+        )
+        for width in widths
+    )  # fmt: skip
     saved = (whole.step_s - near.step_s) / near.met if near.met else 0.0
-    return DeviceCosts(name, whole.layers, first.layers, first.step_s, whole.step_s, saved, copy_s, prompts)
+    return DeviceCosts(name, whole.layers, first.layers, first.step_s, whole.step_s, saved, copy_s, by_width)
+
+
+def _prompts_within(probe: Probe, widths: Sequence[int]) -> Prompts:
+    """Prompts of `widths`, as far as the context and the device's speed allow."""
+    most, found = probe.engine.n_ctx, Prompts()
+    for width in sorted(widths):
+        if (width := min(width, most)) not in found:
+            found[width] = run_prompt(probe, width, times=2)
+            if found[width][-1].seconds > QUICK_PROMPT_S:
+                most = min(most, max(width, SLOW_WIDTH))
+    return found
 
 
 class _Measured(NamedTuple):
-    """Layers with experts on the device, prompts of each width, twice, seconds of a decode step that reads nothing, and
+    """Layers with experts on the device, prompts by width, twice each, seconds of a decode step that reads nothing, and
     demands met there in it."""
 
     layers: int
-    prompts: list[list[PromptRun]]
+    prompts: Prompts
     step_s: float
     met: float
 
 
-def _measured(engine: Engine, widths: Sequence[int], check: Check) -> _Measured:
+def _measured(engine: Engine, prompts: Callable[[Probe], Prompts], check: Check) -> _Measured:
     facts = engine.device
     if facts is None:
         raise InputError(f"the device takes nothing of this model ({'; '.join(engine.notes) or 'none is there'})")
     probe, ledger = Probe(engine, check), engine.ledger["decode"]
     probe.fill()
-    prompts = [run_prompt(probe, width, times=2) for width in widths]
+    found_prompts = prompts(probe)
+    if engine.device_pool is not None:  # the token's experts find room there
+        engine.device_pool.clear()
     token = 1 % engine.spec.n_vocab
     with engine.session() as session:
         session.feed([token] * 8)
@@ -117,7 +136,7 @@ def _measured(engine: Engine, widths: Sequence[int], check: Check) -> _Measured:
         spent = list(probe.steps(session, token, STEPS))
     found = [one for one in spent if one.waited_for == 0] or spent
     met = (ledger.device_hits - before) / STEPS
-    return _Measured(facts["moe_layers"], prompts, median(one.wall_s for one in found), met)
+    return _Measured(facts["moe_layers"], found_prompts, median(one.wall_s for one in found), met)
 
 
 def _copy_s(engine: Engine) -> float:

@@ -1,9 +1,12 @@
 """Measures what a device makes of prompts, and predicts prompts of models that are divided over it; opens nothing.
 
-As with a token's step (device.py), a prompt step that reads nothing takes a time in a straight line from one layer on
-the device to all of them, and each demand that is met there saves the same. Demands that the device doesn't meet are
-computed by the processor, or the expert is uploaded first: how many are, and what that costs or saves each, is taken
-from a prompt that found nothing there. Between the widths that were measured, figures lie on a line.
+As with a token's step (device.py), a prompt step takes, but for waiting for reads, a time in a straight line from one
+layer on the device to all of them, and each demand that is met there saves the same. Demands that the device doesn't
+meet are computed by the processor, or the expert is uploaded first: how many are, and what that costs or saves each, is
+taken from a prompt that found nothing there. Between the widths that were measured, figures lie on a line.
+
+The prompts that are measured read their experts, as few have room in RAM meanwhile: what a device computes while a read
+is waited for is not seen.
 """
 
 from __future__ import annotations
@@ -33,8 +36,11 @@ class PromptRun(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptCosts:
-    """A prompt step of `tokens` tokens that reads nothing: seconds with one part of the model on the device, and with
-    all of them, experts in RAM; saved by a demand met there; added by an upload; the share of the rest so uploaded."""
+    """A prompt step of `tokens` tokens, but for waiting for reads.
+
+    Seconds with one part of the model on the device, and with all of them, experts in RAM; what a demand that is met
+    there saves; what an upload adds; and the share of the other demands that are uploaded.
+    """
 
     tokens: int
     first_s: float
@@ -45,11 +51,14 @@ class PromptCosts:
 
 
 def run_prompt(probe: Probe, width: int, *, times: int) -> list[PromptRun]:
-    """Feed the same `width` random tokens to `times` new sessions, the first with no expert on the device."""
+    """Feed the same `width` random tokens, no more than fit the context, to `times` new sessions.
+
+    The first finds no expert on the device.
+    """
     engine = probe.engine
     if engine.device_pool is not None:
         engine.device_pool.clear()
-    tokens, ledger = probe.tokens(min(width, engine.n_ctx)), engine.ledger["prefill"]
+    tokens, ledger = probe.tokens(width), engine.ledger["prefill"]
     found = []
     for _ in range(times):
         probe.check()
@@ -73,24 +82,35 @@ def prompt_costs(
 ) -> PromptCosts:
     """From prompts with one part on the device, with all, and with all experts that it holds there before, and after.
 
-    `copy_s` are a copy's seconds.
+    `copy_s` are a copy's seconds. The last two runs are each whole - saved × met + upload × uploads + copies; where
+    they don't tell saving from uploading, all of it is the uploads'.
     """
-    saved = (whole.seconds - near.seconds) / near.met if near.met else 0.0
-    without = whole.seconds - saved * empty.met + copy_s * empty.copies
-    upload = (empty.seconds - without) / empty.uploads if empty.uploads else 0.0
-    return PromptCosts(
-        width, first.seconds, whole.seconds, saved, upload, empty.uploads / empty.below if empty.below else 0.0
-    )
+    gains = [whole.seconds + copy_s * one.copies - one.seconds for one in (empty, near)]
+    apart = empty.uploads * near.met - near.uploads * empty.met
+    saved = upload = 0.0
+    if apart > 0:
+        saved = (empty.uploads * gains[1] - near.uploads * gains[0]) / apart
+        upload = (empty.met * gains[1] - near.met * gains[0]) / apart
+    elif uploads := empty.uploads + near.uploads:
+        upload = -sum(gains) / uploads
+    elif near.met:
+        saved = gains[1] / near.met
+    share = empty.uploads / empty.below if empty.below else 0.0
+    return PromptCosts(width, first.seconds, whole.seconds, saved, upload, share)
 
 
 def costs_at(points: Sequence[PromptCosts], tokens: int) -> PromptCosts:
     """A step of `tokens` tokens, on the line through the two nearest of `points`, of which the first is of one token.
 
-    What is uploaded is a share of all demands, so it stays within the two."""
-    names = ("first_s", "all_s", "saved_s", "upload_s", "uploaded")
-    values = [on_line(points, tokens, name) for name in names]
-    most = max(point.uploaded for point in points)
-    return PromptCosts(tokens, *values[:-1], uploaded=min(most, max(0.0, values[-1])))
+    Beyond the widest, times don't fall, and the share that is uploaded stays as it is.
+    """
+    widest = min(tokens, points[-1].tokens)
+
+    def time(name: str) -> float:
+        return max(on_line(points, tokens, name), on_line(points, widest, name))
+
+    saved, upload = (on_line(points, tokens, name) for name in ("saved_s", "upload_s"))
+    return PromptCosts(tokens, time("first_s"), time("all_s"), saved, upload, on_line(points, widest, "uploaded"))
 
 
 def predict_prompts(
@@ -107,16 +127,17 @@ def predict_prompts(
     if with_reads is None or without is None:
         return None
     arithmetic = copies = uploads = 0.0
+    least = min(points[0].first_s, points[0].all_s)  # of a token: no prompt takes less
     for tokens, above, below, moved in zip(load.tokens, load.above, load.below, load.copies, strict=True):
         at, host = costs_at(points, tokens), prompt_cost(profile, tokens)
-        uploaded = at.uploaded * below if layers[0] else 0.0
+        uploaded = at.uploaded * below
         uploads += uploaded
-        arithmetic += resident_s(*layers, host.compute_s + host.host_s, at.first_s, at.all_s)
-        arithmetic += uploaded * at.upload_s - above * at.saved_s
+        resident = resident_s(*layers, host.compute_s + host.host_s, at.first_s, at.all_s)
+        arithmetic += max(resident + uploaded * at.upload_s - above * at.saved_s, min(resident, least))
         copies += moved * (1 - at.uploaded) * copy_s
     total, steps = sum(load.tokens), len(load.tokens)
     reads = total * (1 / with_reads.tok_per_s - 1 / without.tok_per_s)
-    wall = max(1e-9, arithmetic + copies + reads)
+    wall = arithmetic + copies + reads
     parts = {"arithmetic": arithmetic, "disk": reads, "copies": copies}
     return {
         "tok_per_s": total / wall,

@@ -126,8 +126,8 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 class TierPrompts(NamedTuple):
     """What a device's slots and the pool below it do in each prompt step, of so many `tokens`.
 
-    `absences` are those of both together; `above` demands are met on the device, `below` aren't, and `copies` experts
-    go up or down: all without uploads for one step.
+    `absences` are those of both together; of the layers that have slots there, `above` demands are met on the device,
+    `below` aren't, and `copies` experts go up or down: all without uploads for one step.
     """
 
     absences: Absences
@@ -221,8 +221,9 @@ class AssumedWorkload:
         shares = [(len(g.layers), min(1.0, g.slots / (len(g.layers) * self.n_expert))) for g in groups]
         above = sum(n * self.top_k * share**PAPER_POWER for n, share in shares)
         above_in_prompts = self.prompt_experts * sum(n * share for n, share in shares) / self.moe_layers
+        all_there = self.prompt_experts * sum(n for n, share in shares if share) / self.moe_layers
         prompts = TierPrompts(
-            found.prefill, found.prompt_tokens, [above_in_prompts], [self.prompt_experts - above_in_prompts], [0.0]
+            found.prefill, found.prompt_tokens, [above_in_prompts], [all_there - above_in_prompts], [0.0]
         )
         return TierLoad(found.decode, above, 0.0, float(found.decode.absent.sum(axis=1).mean()), prompts)
 
@@ -279,17 +280,25 @@ class TraceWorkload:
         everywhere = slots + sum(group.slots for group in groups)
 
         def absences(phase: str) -> Absences:
-            return Absences.of(demands, found.misses, everywhere, phase).only(self._single[phase])
+            lacking = Absences.of(demands, found.misses, slots, phase).only(self._single[phase])
+            return replace(lacking, absent_share=max(0.0, 1 - everywhere / demands.n_experts))
 
         def by_step(counts: np.ndarray, phase: str) -> np.ndarray:
             return demands.by_step(counts, phase)[self._single[phase]].sum(axis=1)
 
         copies = found.promotions + found.demotions
+        sharing = [layer for group in groups if group.slots for layer in group.layers]
+        below = (found.hits + found.misses) * np.isin(demands.layer, sharing)
         prompts = TierPrompts(
             absences("prefill"), self._prompt_tokens(),
-            *(by_step(counts, "prefill").tolist() for counts in (found.above, found.hits + found.misses, copies)),
+            *(by_step(counts, "prefill").tolist() for counts in (found.above, below, copies)),
         )  # fmt: skip
-        above, moved, read = (float(by_step(counts, "decode").mean()) for counts in (found.above, copies, found.misses))
+
+        def mean(counts: np.ndarray) -> float:
+            steps = by_step(counts, "decode")
+            return float(steps.mean()) if len(steps) else 0.0
+
+        above, moved, read = (mean(counts) for counts in (found.above, copies, found.misses))
         return TierLoad(absences("decode"), above, moved, read, prompts)
 
     def _prompt_tokens(self) -> tuple[int, ...]:

@@ -49,6 +49,9 @@ class OwnExperts(Term):
         self._counted: Tensor | None = None  # the same of the step at hand, in this process
 
     def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
+        if self.asked.experts == "used" and seen.done < self.asked.begin:
+            self.sets = None  # a longer run may have been branched off one that had begun
+            self.used = self.used if self.asked.counts(seen.done) else None
         if self.asked.counts(seen.done):
             self._counted = torch.stack([self._count(seen.domain, ids) for _, ids in seen.routes.values()])
         if self.sets is None and seen.done >= self.asked.begin:

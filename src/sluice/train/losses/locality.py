@@ -85,8 +85,9 @@ def topk_set(choice: Choice) -> Tensor:
 class Swaps:
     """Pairs of an expert that a token takes and isn't held, and one that is held and not taken: [B, T − 1, ≤ k] each.
 
-    The weakest taken come first, paired with the best held. `margin` ≥ 0 is how far apart their logits are, with
-    gradients; `paired` says where there is a pair, and elsewhere all is 0.
+    The weakest taken come first, paired with the best held. `margin` is how far apart their logits are, with gradients:
+    at least 0, but where something beside logits moved the choice. `paired` says where there is a pair; elsewhere all
+    is 0.
     """
 
     margin: Tensor
@@ -131,9 +132,9 @@ def weight_aware(choice: Choice) -> Tensor:
 
 
 def _pulled(pairs: Swaps, far: Tensor, choice: Choice) -> Tensor:
-    """The margins' mean, each weighted by how near its pair is."""
+    """The margins' mean, each weighted by how near its pair is. What is held and ahead already isn't pulled further."""
     weight = torch.where(pairs.paired, torch.exp(-far.clamp_min(0) / choice.tau), 0)
-    return (weight * pairs.margin).sum(-1).mean() / choice.ids.shape[-1]
+    return (weight * pairs.margin.clamp_min(0)).sum(-1).mean() / choice.ids.shape[-1]
 
 
 LOSSES: dict[str, Callable[[Choice], Tensor]] = {
