@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measures import alike, asked, seeds
-from parts import LABELS, MOST_PPL, STACK_PPL, misses, ppl
+from parts import GATE_PPL, LABELS, STACK_PPL, misses, ppl
 from recipes import LOCALITY
 from runner import Json, Work
 from runs import SEEDS
@@ -73,7 +73,7 @@ def _tradeoff(work: Work, ax: Axes) -> bool:
         ax.scatter([x], [y], color=colour)
         ax.annotate(name, (x, y), xytext=(5, 3), textcoords="offset points")
     ax.axvline(-0.30, color=MUTED, linestyle=":")
-    ax.axhline(MOST_PPL, color=MUTED, linestyle=":")
+    ax.axhline(GATE_PPL, color=MUTED, linestyle=":")
     ax.set(xlabel="misses, against the base", ylabel="perplexity, against the base")
     percent(ax, x=True, y=True, decimals=1)
     return True
