@@ -16,6 +16,7 @@ from tiny import T, write_tiny
 from sluice.cli import main
 from sluice.cli.eval_compare import _settings
 from sluice.cli.opening import device_for, machine_with
+from sluice.cli.plan_device import show_splits
 from sluice.config import EngineConfig
 from sluice.engine import Engine
 from sluice.engine import devices as trials
@@ -163,7 +164,7 @@ def test_experts_move_between_disk_ram_and_device(many: Path, vulkan_ggml: Path,
     assert np.median(apart(found, roomy)) < NEAR
 
 
-@pytest.mark.parametrize(("overlap", "n"), [(True, 40), (True, 200), (False, 40)])  # of 200, more pairs than are kept
+@pytest.mark.parametrize(("overlap", "n"), [(True, 200), (False, 40)])  # of 200, more pairs than are kept
 def test_nothing_is_copied_to_what_the_device_reads(
     many: Path, vulkan_ggml: Path, device: str, overlap: bool, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,7 +510,7 @@ def test_a_plan_divides_and_predicts(
         made = engine.device["slots_bytes"]  # type: ignore[index]
     assert all_of_it["device"]["slots_bytes"] == pytest.approx(made, abs=4096), "as they come to be"
     assert all_of_it["ram"]["dense"] < few["ram"]["dense"] or few["device"] is not None
-    assert main([*words, "--ram", "3G", "--vram", "64M"]) == 0
+    show_splits(found)  # as without --json
     out = capsys.readouterr().out
     assert "divided over" in out and "prefill tok/s" in out and "▓ weights" in out and "free " in out
     shared = ["--ggml", str(vulkan_ggml), "--profile", str(tmp_path / "profile.json"), "--ctx", "64", "--threads", "1"]
