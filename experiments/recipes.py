@@ -86,6 +86,9 @@ SIZES = {size.name: size for size in (REFERENCE, TOY)}
 
 LATE: dict[str, Any] = {"loss": "set", "weight": 0.6, "slots": 4, "anneal": "late"}
 NUDGE: dict[str, Any] = {"loss": "margin", "weight": 0.2, "slots": 4, "anneal": "late"}
+LIGHT: dict[str, Any] = {**NUDGE, "loss": "weight", "weight": 1.0, "tau": 0.03}
+EASED: Sections = {"balance": {"final": 0.2}}
+TAUGHT: Sections = {"distill": {"weight": 0.5, "anneal": "late"}}
 
 # The paper's three strengths of its loss, then tries of ours at its gate: what each changes of the base's recipe.
 LOCALITY: Mapping[str, tuple[str, Sections]] = {
@@ -118,7 +121,7 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
     ),
     "taught": (
         "as nudge, λ 0.25, and over the second half the base model's distribution comes to be half of the loss",
-        {"locality": {**NUDGE, "weight": 0.25}, "distill": {"weight": 0.5, "anneal": "late"}},
+        {"locality": {**NUDGE, "weight": 0.25}, **TAUGHT},
     ),
     "firm": (
         "as taught, λ 0.35, and the base model's distribution comes to be all of the loss",
@@ -126,13 +129,13 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
     ),
     "hump": (
         "as taught, λ 0.4 at three quarters of the run and 0 at its end",
-        {"locality": {**NUDGE, "weight": 0.4, "anneal": "hump"}, "distill": {"weight": 0.5, "anneal": "late"}},
+        {"locality": {**NUDGE, "weight": 0.4, "anneal": "hump"}, **TAUGHT},
     ),
     "routers": (
         "as hump, and by the locality loss the routers alone learn, not what they read",
         {
             "locality": {**NUDGE, "weight": 0.4, "anneal": "hump", "learns": "routers"},
-            "distill": {"weight": 0.5, "anneal": "late"},
+            **TAUGHT,
         },
     ),
     "near": (
@@ -145,54 +148,35 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
     ),
     "loose": (
         "as nudge, and over the second half the loss that keeps loads even falls to a fifth",
-        {"locality": NUDGE, "balance": {"final": 0.2}},
+        {"locality": NUDGE, **EASED},
     ),
     "ease": (
         "as nearer, λ 1.0, and over the second half the loss that keeps loads even falls to a fifth",
-        {"locality": {**NUDGE, "weight": 1.0, "tau": 0.1}, "balance": {"final": 0.2}},
+        {"locality": {**NUDGE, "weight": 1.0, "tau": 0.1}, **EASED},
     ),
     "calm": (
         "as ease, λ 1.15, and over the second half the base model's distribution comes to be half of the loss",
-        {
-            "locality": {**NUDGE, "weight": 1.15, "tau": 0.1},
-            "balance": {"final": 0.2},
-            "distill": {"weight": 0.5, "anneal": "late"},
-        },
+        {"locality": {**NUDGE, "weight": 1.15, "tau": 0.1}, **EASED, **TAUGHT},
     ),
     "light": (
         "as ease, and near is what would move little of what a token's experts add: τ 0.03 of their weight",
-        {
-            "locality": {**NUDGE, "loss": "weight", "weight": 1.0, "tau": 0.03},
-            "balance": {"final": 0.2},
-        },
+        {"locality": LIGHT, **EASED},
     ),
     "feather": (
         "as light, and over the second half the base model's distribution comes to be half of the loss",
-        {
-            "locality": {**NUDGE, "loss": "weight", "weight": 1.0, "tau": 0.03},
-            "balance": {"final": 0.2},
-            "distill": {"weight": 0.5, "anneal": "late"},
-        },
+        {"locality": LIGHT, **EASED, **TAUGHT},
     ),
     "plume": (
         "as feather, λ 1.6",
-        {
-            "locality": {**NUDGE, "loss": "weight", "weight": 1.6, "tau": 0.03},
-            "balance": {"final": 0.2},
-            "distill": {"weight": 0.5, "anneal": "late"},
-        },
+        {"locality": {**LIGHT, "weight": 1.6}, **EASED, **TAUGHT},
     ),
     "quill": (
         "as feather, λ 1.2",
-        {
-            "locality": {**NUDGE, "loss": "weight", "weight": 1.2, "tau": 0.03},
-            "balance": {"final": 0.2},
-            "distill": {"weight": 0.5, "anneal": "late"},
-        },
+        {"locality": {**LIGHT, "weight": 1.2}, **EASED, **TAUGHT},
     ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
-        {"distill": {"weight": 0.5, "anneal": "late"}},
+        TAUGHT,
     ),
     "gentle": (
         "chance that neighbours draw the same expert, λ 0.2; half of the loss is the base model's distribution",

@@ -40,23 +40,22 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
     def add(name: str, about: str, needs: tuple[str, ...], steps: Steps, minutes: float) -> None:
         runs[name] = Run(name, about, needs, steps, minutes)
 
-    def trained(name: str, about: str, seed: int, changes: Sections, *more: str) -> None:
+    def trained(name: str, about: str, seed: int, changes: Sections) -> None:
         minutes = 10 if late(changes) else 18
-        add(name, about, ("data", *more), partial(parts.pretrained_steps, size, name, seed, changes), minutes)
+        base = (f"base-s{seed}",) if late(changes) or "distill" in changes else ()
+        add(name, about, ("data", *base), partial(parts.pretrained_steps, size, name, seed, changes), minutes)
 
     add("data", "text of four domains, its tokens, held-out passages", (), partial(parts.data_steps, size, texts), 5)
     for seed in SEEDS:
         trained(f"base-s{seed}", f"the base model, seed {seed}", seed, {})
     for name, (about, changes) in LOCALITY.items():
-        more = ("base-s1",) if late(changes) or "distill" in changes else ()
-        trained(f"{name}-s1", f"locality: {about}", 1, changes, *more)
+        trained(f"{name}-s1", f"locality: {about}", 1, changes)
     add("choose", "which of the tries that are done is claimed", ("base-s1",), parts.choose_steps, 0)
     for seed in SEEDS[1:]:
         steps = partial(parts.local_steps, size, seed)
         add(f"local-s{seed}", f"the chosen try, seed {seed}", ("choose", f"base-s{seed}"), steps, 18)
     for seed in SEEDS:
-        more = (f"base-s{seed}",) if late(DOMAIN) else ()
-        trained(f"domain-s{seed}", f"experts divided over domains by use, seed {seed}", seed, DOMAIN, *more)
+        trained(f"domain-s{seed}", f"experts divided over domains by use, seed {seed}", seed, DOMAIN)
     needs = ("choose", "base-s1")
     add("stack-s1", "rerouting on the base and on tries", needs, partial(parts.stack_steps, size, 1), 30)
     for seed in SEEDS[1:]:

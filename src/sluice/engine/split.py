@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,14 +30,6 @@ PAIR_LISTS = ("pair_rows", "pair_slots", "pair_tokens", "pair_experts")  # what 
 UPLOADED_AT_ONCE = 8  # experts that a prompt brings up together
 
 
-class Rising(NamedTuple):
-    """Experts of a layer that should rise, demanded at `tick`."""
-
-    group: Group
-    keys: Sequence[ExpertKey]
-    tick: int
-
-
 class SplitStepper(Stepper):
     """A Stepper whose segments are partly `site`'s. What `upload_from` pairs of a step want is uploaded first."""
 
@@ -52,7 +44,7 @@ class SplitStepper(Stepper):
         self._passing: list[ExpertKey] = []
         self._by_host: list[np.ndarray] = []
         self._tick = 0
-        self._rising: Rising | None = None  # of the layer before, to be copied beside the next segment
+        self._rising: list[ExpertKey] = []  # those that should come up for good, beside the next segment
 
     def run(
         self, streams: Sequence[tuple[int, int, Sequence[int]]], outputs: Sequence[int], ledger: PhaseLedger,
@@ -62,7 +54,7 @@ class SplitStepper(Stepper):
             return super().run(streams, outputs, ledger, each, decoding=decoding)
         except BaseException:
             self.site.wait()
-            self._passing, self._rising = [], None
+            self._passing, self._rising = [], []
             for group in self._groups():
                 group.level.lost()
             raise
@@ -204,20 +196,19 @@ class SplitStepper(Stepper):
         if group is not None:
             self._let_pass(group)
             group.level.release(list(above))
-            if rising:
-                self._rising = Rising(group, rising, tick)
+            self._rising = rising
 
     def _raise(self) -> None:
         """Bring those that should rise up, if they lie in RAM, in the place of others there."""
-        if self._rising is None:
+        if not self._rising:
             return
-        (group, keys, tick), self._rising = self._rising, None
-        pool, cache = self.site.pool, self.store.cache
-        assert pool is not None
+        keys, self._rising = self._rising, []
+        pool, group, cache = self.site.pool, self.site.group(keys[0].layer), self.store.cache
+        assert pool is not None and group is not None
         for key in keys:
             if not cache.resident(key) or group.level.cache.resident(key):
                 continue
-            rise = group.level.rise(key, tick)
+            rise = group.level.rise(key, self._tick)
             if rise is None:
                 return
             slot = cache.slot_of(key)

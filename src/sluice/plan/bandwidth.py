@@ -136,13 +136,8 @@ def prompt_cost(profile: MachineProfile, tokens: int) -> PromptCost:
     points = sorted({1: one, **{p.tokens: p for p in profile.prompts}}.values(), key=lambda p: p.tokens)
     if len(points) == 1:
         return PromptCost(tokens, tokens * one.compute_s, tokens * one.host_s, one.experts)
-
-    def value(name: str) -> float:
-        first, last = (getattr(point, name) for point in _nearest(points, tokens))
-        return max(min(first, last), on_line(points, tokens, name))
-
-    experts = min(round(value("experts")), profile.moe_layers * profile.n_expert)
-    return PromptCost(tokens, value("compute_s"), value("host_s"), experts)
+    compute_s, host_s, experts = (time_on_line(points, tokens, name) for name in ("compute_s", "host_s", "experts"))
+    return PromptCost(tokens, compute_s, host_s, min(round(experts), profile.moe_layers * profile.n_expert))
 
 
 class Width(Protocol):
@@ -159,15 +154,15 @@ def on_line(points: Sequence[Width], tokens: int, name: str) -> float:
     """
     if len(points) == 1:
         return float(getattr(points[0], name))
-    low, high = _nearest(points, tokens)
+    at = next((i for i, p in enumerate(points[1:-1], 1) if tokens <= p.tokens), len(points) - 1)
+    low, high = points[at - 1], points[at]
     first, last = getattr(low, name), getattr(high, name)
     return first + (tokens - low.tokens) / (high.tokens - low.tokens) * (last - first)
 
 
-def _nearest(points: Sequence[Width], tokens: int) -> tuple[Width, Width]:
-    """The two of at least two `points` that `tokens` lies between, or is nearest to."""
-    at = next((i for i, p in enumerate(points[1:-1], 1) if tokens <= p.tokens), len(points) - 1)
-    return points[at - 1], points[at]
+def time_on_line(points: Sequence[Width], tokens: int, name: str) -> float:
+    """The same of a figure that doesn't fall beyond the widest of `points`."""
+    return max(on_line(points, tokens, name), on_line(points, min(tokens, points[-1].tokens), name))
 
 
 def _reads(profile: MachineProfile, absences: Absences, recall: float | None) -> Ahead:
@@ -253,11 +248,10 @@ def remedies(
         for name in ("demand", "prefetch")
         if (cost := getattr(profile, name)) is not None
     }
-    resident = replace(absences, absent=np.zeros_like(absences.absent), absent_share=0.0, free=0.0)
     once_full = {"memory touched before": speed(profile, disk, replace(absences, free=0.0)) / now}
     return {
         "a disk twice as fast": speed(profile, 2 * disk, absences) / now,
         "arithmetic twice as fast": speed(replace(profile, **halves), disk, absences) / now,
-        "memory for all experts": speed(profile, disk, resident) / now,
+        "memory for all experts": speed(profile, disk, absences.resident()) / now,
         **(once_full if np.any(absences.free) else {}),
     }

@@ -123,7 +123,7 @@ def _measured(engine: Engine, prompts: Callable[[Probe], Prompts], check: Check)
     facts = engine.device
     if facts is None:
         raise InputError(f"the device takes nothing of this model ({'; '.join(engine.notes) or 'none is there'})")
-    probe, ledger = Probe(engine, check), engine.ledger["decode"]
+    probe = Probe(engine, check)
     probe.fill()
     found_prompts = prompts(probe)
     if engine.device_pool is not None:  # the token's experts find room there
@@ -132,10 +132,9 @@ def _measured(engine: Engine, prompts: Callable[[Probe], Prompts], check: Check)
     with engine.session() as session:
         session.feed([token] * 8)
         list(probe.steps(session, token, WARM_UP_STEPS + engine.spec.top_k))  # rising takes a few
-        before = ledger.device_hits
         spent = list(probe.steps(session, token, STEPS))
     found = [one for one in spent if one.waited_for == 0] or spent
-    met = (ledger.device_hits - before) / STEPS
+    met = sum(one.device_hits for one in spent) / STEPS
     return _Measured(facts["moe_layers"], found_prompts, median(one.wall_s for one in found), met)
 
 
@@ -167,8 +166,7 @@ def predict_split(
     """Decode of one stream: tokens a second, and what a step's time goes on, in seconds. None without steps."""
     load = split.load
     with_reads = predict_decode(profile, load.absences, prefetch=prefetch, disk=disk)
-    nothing = replace(load.absences, absent=load.absences.absent * 0, absent_share=0.0, free=0.0)
-    without = predict_decode(profile, nothing, prefetch=prefetch, disk=disk)
+    without = predict_decode(profile, load.absences.resident(), prefetch=prefetch, disk=disk)
     if with_reads is None or without is None:
         return None
     cost = decode_cost(profile, prefetch)

@@ -12,15 +12,14 @@ is waited for is not seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sluice.plan.bandwidth import on_line, predict_prefill, prompt_cost
+from sluice.plan.bandwidth import on_line, predict_prefill, prompt_cost, time_on_line
 from sluice.plan.profile import MachineProfile
 from sluice.plan.workload import TierPrompts
 
 if TYPE_CHECKING:
-    from sluice.engine.ledger import PhaseLedger
     from sluice.plan.probe import Probe
 
 
@@ -58,23 +57,9 @@ def run_prompt(probe: Probe, width: int, *, times: int) -> list[PromptRun]:
     engine = probe.engine
     if engine.device_pool is not None:
         engine.device_pool.clear()
-    tokens, ledger = probe.tokens(width), engine.ledger["prefill"]
-    found = []
-    for _ in range(times):
-        probe.check()
-        before = _counts(ledger)
-        with engine.session() as session:
-            session.feed(tokens)
-        wall, waited, met, below, uploads, moved = (b - a for a, b in zip(before, _counts(ledger), strict=True))
-        found.append(PromptRun(wall - waited, int(met), int(below), int(uploads), int(moved)))
-    return found
-
-
-def _counts(ledger: PhaseLedger) -> tuple[float, ...]:
-    return (
-        ledger.wall_s, ledger.wait_s, ledger.device_hits, ledger.cache.demands, ledger.uploads,
-        ledger.promotions + ledger.demotions,
-    )  # fmt: skip
+    tokens = probe.tokens(width)
+    runs = (probe.feed(tokens) for _ in range(times))
+    return [PromptRun(one.wall_s - one.wait_s, one.device_hits, one.demands, one.uploads, one.copies) for one in runs]
 
 
 def prompt_costs(
@@ -104,13 +89,10 @@ def costs_at(points: Sequence[PromptCosts], tokens: int) -> PromptCosts:
 
     Beyond the widest, times don't fall, and the share that is uploaded stays as it is.
     """
-    widest = min(tokens, points[-1].tokens)
-
-    def time(name: str) -> float:
-        return max(on_line(points, tokens, name), on_line(points, widest, name))
-
+    first_s, all_s = (time_on_line(points, tokens, name) for name in ("first_s", "all_s"))
     saved, upload = (on_line(points, tokens, name) for name in ("saved_s", "upload_s"))
-    return PromptCosts(tokens, time("first_s"), time("all_s"), saved, upload, on_line(points, widest, "uploaded"))
+    uploaded = on_line(points, min(tokens, points[-1].tokens), "uploaded")
+    return PromptCosts(tokens, first_s, all_s, saved, upload, uploaded)
 
 
 def predict_prompts(
@@ -122,8 +104,7 @@ def predict_prompts(
     `layers`: with experts on the device; that `first_s` of `points` is with; that `all_s` is with.
     """
     with_reads = predict_prefill(profile, load.absences, load.tokens, prefetch=prefetch, disk=disk)
-    nothing = replace(load.absences, absent=load.absences.absent * 0, absent_share=0.0, free=0.0)
-    without = predict_prefill(profile, nothing, load.tokens, prefetch=prefetch, disk=disk)
+    without = predict_prefill(profile, load.absences.resident(), load.tokens, prefetch=prefetch, disk=disk)
     if with_reads is None or without is None:
         return None
     arithmetic = copies = uploads = 0.0

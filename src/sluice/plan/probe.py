@@ -148,13 +148,17 @@ class Probe:
         return [short, longer] if longer.tokens > short.tokens else [short]
 
     def _prompt(self, width: int) -> PromptCost:
-        self.check()
         width = min(width, self.engine.n_ctx)
+        spent = self.feed(self.tokens(width))
+        return PromptCost(width, spent.compute_s, spent.host_s, max(1, spent.demands))
+
+    def feed(self, tokens: Sequence[int]) -> Spent:
+        """Feed `tokens` to a new session: what that cost."""
+        self.check()
         with self.engine.session() as session:
             before = _copy(self.engine.ledger["prefill"])
-            session.feed(self.tokens(width))
-            spent = _since(self.engine.ledger["prefill"], before)
-        return PromptCost(width, spent.compute_s, spent.host_s, max(1, spent.demands))
+            session.feed(tokens)
+            return _since(self.engine.ledger["prefill"], before)
 
     def fresh(self) -> Fresh:
         """Fill the pool, then read into slots that were used: what the first touch of their memory costs an expert.
@@ -209,7 +213,7 @@ class Probe:
 
     # --- one token, over and over
 
-    def steps(self, session: Session, token: int, n: int) -> Iterator[_Spent]:
+    def steps(self, session: Session, token: int, n: int) -> Iterator[Spent]:
         """Decode `token` at one position again and again: what each step cost."""
         ledger, at = self.engine.ledger["decode"], len(session.tokens)
         for _ in range(n):
@@ -219,7 +223,7 @@ class Probe:
             yield _since(ledger, before)
             session.rewind(at)
 
-    def resident_steps(self, session: Session, token: int, n: int = STEPS) -> list[_Spent]:
+    def resident_steps(self, session: Session, token: int, n: int = STEPS) -> list[Spent]:
         """Steps that read nothing; where the pool can't hold a token's experts, steps that read."""
         list(self.steps(session, token, WARM_UP_STEPS))
         found = list(self.steps(session, token, n))
@@ -327,8 +331,8 @@ class Probe:
         """Steps alone and beside reads, in turns: what each keeps of its speed, and Python's seconds an expert read."""
         engine = self.engine
         spare = engine.plan.slots - engine.plan.floor_slots - engine.store.cache.reserve
-        alone: list[_Spent] = []
-        beside: list[_Spent] = []
+        alone: list[Spent] = []
+        beside: list[Spent] = []
         python: list[float] = []
         with self._start() as session:
             token = self.tokens(1)[0]
@@ -377,7 +381,7 @@ class _Burst(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Spent:
+class Spent:
     """A copy of a phase's ledger, or what was added between two."""
 
     steps: int
@@ -391,23 +395,26 @@ class _Spent:
     experts_read: int
     predicted: int
     predicted_right: int
+    device_hits: int
+    uploads: int
+    copies: int  # up for good, or down
 
     @property
     def host_s(self) -> float:
         return max(0.0, self.wall_s - self.compute_s - self.wait_s)
 
 
-def _copy(ledger: PhaseLedger) -> _Spent:
-    return _Spent(
+def _copy(ledger: PhaseLedger) -> Spent:
+    return Spent(
         ledger.steps, ledger.wall_s, ledger.compute_s, ledger.wait_s, ledger.io_busy_s, ledger.bytes_read,
         ledger.cache.misses + ledger.cache.late_hits, ledger.cache.demands, ledger.reads, ledger.predicted,
-        ledger.predicted_right,
+        ledger.predicted_right, ledger.device_hits, ledger.uploads, ledger.promotions + ledger.demotions,
     )  # fmt: skip
 
 
-def _since(ledger: PhaseLedger, before: _Spent) -> _Spent:
+def _since(ledger: PhaseLedger, before: Spent) -> Spent:
     now = _copy(ledger)
-    return _Spent(*(getattr(now, name) - getattr(before, name) for name in _Spent.__dataclass_fields__))
+    return Spent(*(getattr(now, name) - getattr(before, name) for name in Spent.__dataclass_fields__))
 
 
 def _fresh(new: Sequence[_Burst], used: Sequence[_Burst]) -> Fresh:
@@ -427,7 +434,7 @@ def _fresh(new: Sequence[_Burst], used: Sequence[_Burst]) -> Fresh:
     return Fresh(max(0.0, new_host_s - host_s), max(0.0, new_load_s - load_s))
 
 
-def _shares(alone: Sequence[_Spent], beside: Sequence[_Spent], alone_rate: float) -> Beside:
+def _shares(alone: Sequence[Spent], beside: Sequence[Spent], alone_rate: float) -> Beside:
     """From steps alone and beside reads. `alone_rate`: bytes a second of reading alone.
 
     Of a step's arithmetic, the part under which reading went on did `compute` × its time of the work.

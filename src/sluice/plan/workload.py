@@ -50,6 +50,10 @@ class Absences:
         free = by_step(free_before(misses, slots)).max(axis=1, initial=0)  # what its first layer found
         return cls(by_step(demands.counts), by_step(misses), max(0.0, 1 - slots / demands.n_experts), free)
 
+    def resident(self) -> Absences:
+        """The same with every expert there."""
+        return replace(self, absent=np.zeros_like(self.absent), absent_share=0.0, free=0.0)
+
     def only(self, steps: np.ndarray) -> Absences:
         """Some of the steps."""
         free = np.broadcast_to(self.free, len(self.needed))
