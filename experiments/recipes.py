@@ -174,6 +174,10 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         "as feather, λ 1.2",
         {"locality": {**LIGHT, "weight": 1.2}, **EASED, **TAUGHT},
     ),
+    "pinion": (
+        "as feather, λ 2.4: as the stack's beginning",
+        {"locality": {**LIGHT, "weight": 2.4}, **EASED, **TAUGHT},
+    ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
         TAUGHT,
