@@ -20,7 +20,8 @@ from sluice.train.anneal import rising, strength
 from sluice.train.language import LanguageModel, Pass, use
 from sluice.train.locality import Neighbours, OwnExperts, Teacher, terms
 from sluice.train.loop import Stopped
-from sluice.train.losses.domain import divided, partition
+from sluice.train.losses.domain import divided, hottest, partition
+from sluice.train.losses.locality import Choice, weight_aware
 from sluice.train.pretrain import pretrain
 from sluice.train.recipe import Balance, Distill, Domain, Locality, Recipe, parse_recipe
 
@@ -174,11 +175,11 @@ def test_experts_are_divided_by_what_was_counted() -> None:
         assert (float(loss), figures) == (0, {})
     used = torch.stack([torch.bincount(row.flatten(), minlength=8) for row in ids])
     state = term.state()
-    assert torch.equal(state["domain.used"], 2 * used[None].double()) and "domain.sets" not in state
+    assert torch.equal(state["domain.used"], 2 * used[None].double()) and term.sets is None
     loss, figures = term.loss(a_pass(0.65))
     term.end_step()
     assert float(loss.detach()) == pytest.approx(2.0 * 0.5 * figures["domain"]) and 0.5 < figures["domain_hit"] <= 1
-    assert torch.equal(term.state()["domain.sets"], divided(used)[None])
+    assert term.sets is not None and torch.equal(term.sets, divided(used)[None])
     assert torch.equal(term.state()["domain.used"], state["domain.used"])
 
 
@@ -193,8 +194,36 @@ def test_sets_are_taken_from_a_run_that_begins_at_the_same_place_alone() -> None
     for one in (same, other):
         one.restore(term.state())
     same.loss(a_pass(0.7))
+    assert term.sets is not None and same.sets is not None and torch.equal(same.sets, term.sets)
     with pytest.raises(InputError, match=r"nothing was counted before 0\.6 of the run: branch off an earlier"):
         other.loss(a_pass(0.7))
+
+
+def test_domains_may_share_their_hottest_experts() -> None:
+    term = OwnExperts(Domain(weight=1.0, begin=0.55, full=0.75, experts="hottest"), 8, 2)
+    ids = a_pass(0.0).routes[0][1]
+    term.loss(a_pass(0.52))
+    term.end_step()
+    term.loss(a_pass(0.6))
+    used = torch.stack([torch.bincount(row.flatten(), minlength=8) for row in ids])
+    assert term.sets is not None and torch.equal(term.sets, hottest(used)[None])
+    assert not torch.equal(hottest(used), divided(used))  # else this shows nothing
+
+
+def test_swaps_that_matter_little_are_asked_for_until_enough_are_made() -> None:
+    def term(enough: float) -> OwnExperts:
+        return OwnExperts(Domain(weight=2.0, experts="even", loss="weight", tau=0.2, enough=enough), 8, 2)
+
+    seen = a_pass(0.6)
+    logits, ids = seen.routes[0]
+    own = partition(8, 2)[:, None].expand(2, 9, 8)
+    loss, figures = term(0.0).loss(seen)
+    assert float(loss.detach()) == pytest.approx(2.0 * float(weight_aware(Choice(logits, ids, own, 0.2)).detach()))
+    hit = figures["domain_hit"]
+    assert hit == pytest.approx(float(own.gather(-1, ids).float().mean())) and 0 < hit < 1
+    assert float(term(hit + 0.01).loss(seen)[0].detach()) == pytest.approx(float(loss.detach()))
+    loss, figures = term(hit).loss(seen)
+    assert float(loss.detach()) == 0 and figures["domain"] > 0
 
 
 def test_a_prior_moves_choices_and_not_weights() -> None:
@@ -273,7 +302,7 @@ def test_domains_that_begin_late_can_branch_off_a_run_without_them(data: Path, t
             counts.append(int(_kept(tmp_path / name, at)["domain.used"].sum()))
         found[name] = pretrain(data, tmp_path / name, asked, branch=branch)
     wanted, sets = _weights(tmp_path / "whole"), _kept(tmp_path / "whole", 40)
-    assert sets["domain.sets"].shape == (2, 2, 8) and bool((sets["domain.sets"].sum(1) == 1).all())
+    assert sets["domain.used"].shape == (2, 2, 8)
     for name, result in found.items():
         same, kept = _weights(tmp_path / name), _kept(tmp_path / name, 40)
         assert all(torch.equal(wanted[key], same[key]) for key in wanted), name
@@ -299,8 +328,9 @@ def test_two_processes_divide_experts_as_one(data: Path, tmp_path: Path) -> None
     asked.write_text("\n".join(lines), encoding="utf-8")
     two_processes("locality", data, tmp_path / "two", "--recipe", asked, split=False)
     one, two = _kept(tmp_path / "one", 10), _kept(tmp_path / "two", 10)
-    assert torch.equal(one["domain.sets"], two["domain.sets"])
     torch.testing.assert_close(one["domain.used"].sum(), two["domain.used"].sum())
+    for mine, other in zip(one["domain.used"], two["domain.used"], strict=True):
+        assert torch.equal(divided(mine), divided(other))
     a, b = _weights(tmp_path / "one"), _weights(tmp_path / "two")
     for name in a:  # were the sets of the second process others, gradients would be too
         torch.testing.assert_close(b[name], a[name], rtol=1e-3, atol=1e-3, msg=name)

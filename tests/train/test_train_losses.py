@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sluice.errors import InputError
 from sluice.train.losses.balance import BiasBalance, evenness, load_balance, router_z, shares
-from sluice.train.losses.domain import divided, outside, partition
+from sluice.train.losses.domain import divided, hottest, outside, partition
 from sluice.train.losses.locality import (
     LOSSES,
     Choice,
@@ -303,6 +303,11 @@ def test_domains_keep_the_experts_that_they_use_most() -> None:
     # two; 3 to domain 1 (0.1), though domain 2 uses it more; 4 to domain 0, the only one with room
     assert [one.nonzero().flatten().tolist() for one in divided(used)] == [[2, 4], [1, 3], [0]]
     assert torch.equal(divided(torch.zeros(3, 7)), partition(7, 3))
+
+
+def test_the_hottest_experts_may_be_several_domains() -> None:
+    used = torch.tensor([[5, 9, 5, 0, 1], [0, 3, 3, 3, 1]])
+    assert [one.nonzero().flatten().tolist() for one in hottest(used)] == [[0, 1], [1, 2]]
 
 
 def test_a_token_that_takes_all_experts_has_nothing_to_learn_from_the_set() -> None:

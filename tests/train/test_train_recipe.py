@@ -70,6 +70,8 @@ def test_sections_are_changed_and_checked_again() -> None:
         ({"train": LEAST, "domain": {"begin": 0.5}}, r"domain\.full is 0 and domain\.begin 0\.5: give at least"),
         ({"train": LEAST, "domain": {"enough": 2}}, r"domain\.enough is 2: give a share"),
         ({"train": LEAST, "domain": {"experts": "odd"}}, r"experts 'odd' is unknown: choose from even, used"),
+        ({"train": LEAST, "domain": {"loss": "odd"}}, r"domain\.loss 'odd' is unknown: choose from mass, weight"),
+        ({"train": LEAST, "domain": {"tau": 0}}, r"domain\.tau is 0: give a number above 0"),
         ({"train": LEAST, "domain": {**USED, "prior": 1.0}}, r"leave domain\.prior out"),
         ({"train": LEAST, "domain": {"experts": "used"}}, r"no step is within the 0\.05 of the run before.*, 0:"),
         ({"train": LEAST, "domain": {**USED, "begin": 0.58}}, r"no step is within.* 0\.58: begin later"),

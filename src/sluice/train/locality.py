@@ -15,10 +15,10 @@ from sluice.errors import InputError
 from sluice.train import processes
 from sluice.train.anneal import rising, strength
 from sluice.train.language import Pass, Term
-from sluice.train.losses.domain import divided, outside, partition
-from sluice.train.losses.locality import Choice, held_before, loss_named
+from sluice.train.losses.domain import divided, hottest, outside, partition
+from sluice.train.losses.locality import Choice, held_before, loss_named, weight_aware
 from sluice.train.objective import Metrics
-from sluice.train.recipe import Distill, Domain, Locality, Recipe
+from sluice.train.recipe import COUNTS, Distill, Domain, Locality, Recipe
 
 
 class Neighbours(Term):
@@ -40,7 +40,7 @@ class Neighbours(Term):
 
 
 class OwnExperts(Term):
-    """Keeps each domain's tokens to its part of the experts: even parts, or by what domains were seen to use."""
+    """Keeps each domain's tokens to its part of the experts: even parts, or by what they were seen to use."""
 
     def __init__(self, asked: Domain, n_expert: int, n_domains: int) -> None:
         self.asked, self.parts = asked, partition(n_expert, n_domains)
@@ -49,7 +49,7 @@ class OwnExperts(Term):
         self._counted: Tensor | None = None  # the same of the step at hand, in this process
 
     def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
-        if self.asked.experts == "used" and seen.done < self.asked.begin:
+        if self.asked.experts in COUNTS and seen.done < self.asked.begin:
             self.sets = None  # a longer run may have been branched off one that had begun
             self.used = self.used if self.asked.counts(seen.done) else None
         if self.asked.counts(seen.done):
@@ -60,10 +60,18 @@ class OwnExperts(Term):
             return seen.logits.new_zeros(()), {}
         sets = self.sets.to(seen.domain.device).expand(len(seen.routes), -1, -1)[:, seen.domain]  # [layers, B, E]
         routes = list(zip(sets, seen.routes.values(), strict=True))
-        value = torch.stack([outside(logits, own, self.asked.enough) for own, (logits, _) in routes]).mean()
-        inside = torch.stack([_inside(own, ids) for own, (_, ids) in routes]).mean()
+        inside = float(torch.stack([_inside(own, ids) for own, (_, ids) in routes]).mean())
+        value = torch.stack([self._strayed(own, *route) for own, route in routes]).mean()
         weight = self.asked.weight * rising(self.asked.begin, self.asked.full, seen.done)
-        return weight * value, {"domain": float(value.detach()), "domain_hit": float(inside)}
+        if self.asked.loss == "weight" and 0 < self.asked.enough <= inside:
+            weight = 0.0
+        return weight * value, {"domain": float(value.detach()), "domain_hit": inside}
+
+    def _strayed(self, own: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
+        """The loss of a layer's tokens, whose domains' experts are `own` [B, E]."""
+        if self.asked.loss == "mass":
+            return outside(logits, own, self.asked.enough)
+        return weight_aware(Choice(logits, ids, own[:, None].expand_as(logits), self.asked.tau))
 
     def _count(self, domain: Tensor, ids: Tensor) -> Tensor:
         """[domains, E]: of ids [B, T, k], how many of each domain's are each expert."""
@@ -73,9 +81,10 @@ class OwnExperts(Term):
     def _divided(self) -> Tensor:
         """[layers, domains, E], the same in all processes. Raises InputError where nothing was counted."""
         if self.used is None:
-            raise InputError(f'domain.experts is "used" and nothing was counted before {self.asked.begin:g} of the '
-                             "run: branch off an earlier checkpoint")  # fmt: skip
-        return torch.stack([divided(one) for one in self.used])
+            raise InputError(f'domain.experts is "{self.asked.experts}" and nothing was counted before '
+                             f"{self.asked.begin:g} of the run: branch off an earlier checkpoint")  # fmt: skip
+        sets = divided if self.asked.experts == "used" else hottest
+        return torch.stack([sets(one) for one in self.used])
 
     def end_step(self) -> None:
         if self._counted is None:
@@ -88,14 +97,13 @@ class OwnExperts(Term):
     def state(self) -> dict[str, Tensor]:
         if self.asked.experts == "even" or self.used is None:
             return {}
-        found = {"domain.begin": torch.tensor(self.asked.begin, dtype=torch.float64), "domain.used": self.used}
-        return found if self.sets is None else {**found, "domain.sets": self.sets}
+        return {"domain.begin": torch.tensor(self.asked.begin, dtype=torch.float64), "domain.used": self.used}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Counts and sets, but for those of a run that begins elsewhere: they are of other steps than it asks for."""
+        """Counts, but for those of a run that begins elsewhere: they are of other steps than it asks for."""
         begun = state.get("domain.begin")
-        if self.asked.experts == "used" and begun is not None and float(begun) == self.asked.begin:
-            self.used, self.sets = state["domain.used"], state.get("domain.sets")
+        if self.asked.experts in COUNTS and begun is not None and float(begun) == self.asked.begin:
+            self.used, self.sets = state["domain.used"], None  # what is divided follows from what was counted
 
     def prior(self, domain: Tensor, done: float) -> Tensor | None:
         left = max(0.0, 1 - done / self.asked.until) if self.asked.until else 0.0

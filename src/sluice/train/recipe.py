@@ -18,7 +18,9 @@ from sluice.train.settings import Settings
 
 MAX_BYTES = 1 << 20
 LEARNS = ("all", "routers")
-EXPERTS = ("even", "used")
+EXPERTS = ("even", "used", "hottest")
+COUNTS = ("used", "hottest")  # of EXPERTS, those that are found by what domains were seen to use
+DOMAIN_LOSSES = ("mass", "weight")
 COUNTED = 0.05  # of the run, before a domain's term begins: where it is counted which experts domains use
 _T = TypeVar("_T")
 
@@ -68,8 +70,11 @@ class Domain:
 
     The weight rises linearly from 0 at `begin` of the run to all of it at `full`. The prior is for training alone: it
     falls linearly to 0 at `until` of the run. `experts` are divided over the domains `even`, in the order of their ids,
-    or at `begin` by how much they are `used` over the twentieth of the run before it. A token whose domain's experts
-    have `enough` of its probability isn't pushed any more (0: all of them are).
+    or at `begin` by how much they are `used` over the twentieth of the run before it; `hottest`: each domain has those
+    that it used most then, whoever else has them. `loss`: `mass`, the surprise of a router at its text's domain, where
+    a token whose domain's experts have `enough` of its probability isn't pushed any more (0: all of them are); or
+    `weight`, the swaps that would move little of the output (`tau`: how large a share), where no token is pushed while
+    `enough` of a batch's choices are its domain's own (0: always).
     """
 
     weight: float = 0.0
@@ -79,10 +84,12 @@ class Domain:
     full: float = 0.0
     experts: str = "even"
     enough: float = 0.0
+    loss: str = "mass"
+    tau: float = 0.1
 
     def counts(self, done: float) -> bool:
         """Whether a step, before which `done` of the run is done, is one of those that experts are divided by."""
-        return self.experts == "used" and self.begin - COUNTED - 1e-9 <= done < self.begin  # 0.2 - 0.05 > 0.15
+        return self.experts in COUNTS and self.begin - COUNTED - 1e-9 <= done < self.begin  # 0.2 - 0.05 > 0.15
 
 
 @dataclass(frozen=True)
@@ -134,14 +141,19 @@ class Recipe:
     def _check_experts(self) -> None:
         """Raise InputError where the domain's experts can't be divided as it is asked for."""
         domain, steps = self.domain, self.train.steps
-        if domain.experts not in EXPERTS:
-            raise InputError(f"domain.experts {domain.experts!r} is unknown: choose from {', '.join(EXPERTS)}")
-        if domain.experts == "used" and domain.prior:
-            raise InputError('domain.experts is "used", and a prior needs them from the first step: '
+        for name, value, known in (("experts", domain.experts, EXPERTS), ("loss", domain.loss, DOMAIN_LOSSES)):
+            if value not in known:
+                raise InputError(f"domain.{name} {value!r} is unknown: choose from {', '.join(known)}")
+        if domain.tau <= 0:
+            raise InputError(f"domain.tau is {domain.tau:g}: give a number above 0")
+        if domain.experts not in COUNTS:
+            return
+        if domain.prior:
+            raise InputError(f'domain.experts is "{domain.experts}", and a prior needs them from the first step: '
                              'leave domain.prior out, or give "even"')  # fmt: skip
-        if domain.experts == "used" and not any(domain.counts(step / steps) for step in range(steps)):
-            raise InputError(f'domain.experts is "used", and no step is within the {COUNTED:g} of the run before '
-                             f'domain.begin, {domain.begin:g}: begin later, or give "even"')  # fmt: skip
+        if not any(domain.counts(step / steps) for step in range(steps)):
+            raise InputError(f'domain.experts is "{domain.experts}", and no step is within the {COUNTED:g} of the run '
+                             f'before domain.begin, {domain.begin:g}: begin later, or give "even"')  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-like, with every default written out."""

@@ -41,6 +41,16 @@ def divided(used: Tensor) -> Tensor:
     return own
 
 
+def hottest(used: Tensor) -> Tensor:
+    """[domains, E] bool: a layer's experts that each domain uses most, by `used` [domains, E], an even share of all.
+
+    Domains may have some in common, and some experts may be nobody's. Of equals the lower id.
+    """
+    n_domains, n_expert = used.shape
+    most = used.sort(dim=-1, descending=True, stable=True).indices[:, : n_expert // n_domains]
+    return torch.zeros(n_domains, n_expert, dtype=torch.bool).scatter_(1, most, True)
+
+
 def outside(logits: Tensor, own: Tensor, enough: float = 0.0) -> Tensor:
     """−mean_t log Σ_{e own} p_t(e), in nats: how surprised a router is by its text's domain. `own` is [B, E] bool.
 
