@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measures import alike, asked, seeds
 from parts import GATE_PPL, LABELS, STACK_PPL, misses, ppl
-from recipes import LOCALITY
+from recipes import DOMAINS, LOCALITY
 from runner import Json, Work
 from runs import SEEDS
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, TEAL, MUTED, "#8c6d31", "#3f3f9e")
+LINES = ("-", "--", ":", "-.")
 DPI = 110
 
 
@@ -45,19 +46,25 @@ def _figure(path: Path, fill: Callable[[Axes], bool]) -> bool:
     return True
 
 
+def _looks(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each name with a colour, and where those are used up another kind of line."""
+    for i, name in enumerate(names):
+        again, which = divmod(i, len(COLOURS))
+        yield name, {"color": COLOURS[which], "linestyle": LINES[again % len(LINES)]}
+
+
 def _evaluated(work: Work) -> dict[str, Json]:
-    """What was measured of seed 1: the base, and what can be compared with it of tries and the domain model."""
-    found = {name: asked(work, f"{name}-s1", "evaluate") for name in ("base", *LOCALITY, "domain")}
+    """What was measured of seed 1: the base, and what can be compared with it of the tries."""
+    found = {name: asked(work, f"{name}-s1", "evaluate") for name in ("base", *LOCALITY, *DOMAINS)}
     done = {name: one for name, one in found.items() if one is not None}
     return {name: one for name, one in done.items() if "base" in done and alike(work, "base-s1", f"{name}-s1")}
 
 
 def _curves(work: Work, ax: Axes) -> bool:
-    for (name, one), colour in zip(_evaluated(work).items(), COLOURS * 2, strict=False):
-        curve = one["cache"]["curve"]
-        ax.plot(
-            [each["share"] for each in curve], [each["misses_per_token"] for each in curve], label=name, color=colour
-        )
+    found = _evaluated(work)
+    for name, look in _looks(found):
+        curve = found[name]["cache"]["curve"]
+        ax.plot([each["share"] for each in curve], [each["misses_per_token"] for each in curve], label=name, **look)
     ax.set(xlabel="slots, share of all experts", ylabel="misses a token", ylim=(0, None))
     percent(ax, x=True)
     return _legend(ax)
@@ -68,9 +75,9 @@ def _tradeoff(work: Work, ax: Axes) -> bool:
     base = found.pop("base", None)
     if base is None or not found:
         return False
-    for (name, one), colour in zip(found.items(), COLOURS * 2, strict=False):
-        x, y = misses(one) / misses(base) - 1, ppl(one) / ppl(base) - 1
-        ax.scatter([x], [y], color=colour)
+    for name, look in _looks(found):
+        x, y = misses(found[name]) / misses(base) - 1, ppl(found[name]) / ppl(base) - 1
+        ax.scatter([x], [y], color=look["color"])
         ax.annotate(name, (x, y), xytext=(5, 3), textcoords="offset points")
     ax.axvline(-0.30, color=MUTED, linestyle=":")
     ax.axhline(GATE_PPL, color=MUTED, linestyle=":")
@@ -80,10 +87,10 @@ def _tradeoff(work: Work, ax: Axes) -> bool:
 
 
 def _training(work: Work, ax: Axes) -> bool:
-    for name, colour in zip(("base", *LOCALITY, "domain"), COLOURS * 2, strict=False):
-        points = [(tokens / 1e6, loss) for tokens, loss in work.training(f"{name}-s1")]
-        if points:
-            ax.plot(*zip(*points, strict=True), label=name, color=colour, linewidth=1.2)
+    found = {name: points for name in ("base", *LOCALITY, *DOMAINS) if (points := work.training(f"{name}-s1"))}
+    for name, look in _looks(found):
+        tokens, losses = zip(*found[name], strict=True)
+        ax.plot([n / 1e6 for n in tokens], losses, label=name, linewidth=1.2, **look)
     ax.set(xlabel="million tokens", ylabel="training loss, nats a token")
     return _legend(ax)
 

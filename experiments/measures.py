@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bounds import bounded, changes
-from parts import local, misses, ppl
+from parts import local, misses, own, ppl
 from runner import Json, RunError, Work
 from runs import SEEDS
 
@@ -15,7 +15,7 @@ def gathered(work: Work) -> Json:
     """For `sluice gate`: each question's numbers with their bounds; null where nothing was measured."""
     chosen, data = asked(work, "choose", "choose"), asked(work, "data", "prepare")
     pairs = [pair for seed in SEEDS if (pair := _pair(work, seed, lambda s: local(work, s))) is not None]
-    domain = [pair for seed in SEEDS if (pair := _pair(work, seed, lambda s: f"domain-s{s}")) is not None]
+    domain = [pair for seed in SEEDS if (pair := _pair(work, seed, lambda s: own(work, s))) is not None]
     stacks = seeds(work, "stack", "claim").values()
     stages = [share for one in seeds(work, "stages", "recovered").values() if (share := one["recovered"]) is not None]
     return {

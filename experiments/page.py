@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 NOT_RUN = "not run"
@@ -42,11 +42,11 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "–" if value is None else format(value, form)
 
 
-def spread(found: dict[str, Any], digits: int = 1) -> str:
-    """A mean of seeds with its bounds (`bounds.changes`), as a change."""
+def spread(found: dict[str, Any], digits: int = 1, said: Callable[[float | None, int], str] = change) -> str:
+    """A mean of seeds with its bounds (`bounds.bounded`), each `said` as a change or a share."""
     if found["mean"] is None:
         return NOT_RUN
+    mean = said(found["mean"], digits)
     if found["upper"] is None:
-        return f"{change(found['mean'], digits)} (one seed, so no bound)"
-    low, high = change(found["lower"], digits), change(found["upper"], digits)
-    return f"{change(found['mean'], digits)} ({low} to {high}, {found['n']} seeds)"
+        return f"{mean} (one seed, so no bound)"
+    return f"{mean} ({said(found['lower'], digits)} to {said(found['upper'], digits)}, {found['n']} seeds)"

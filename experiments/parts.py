@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes import LOCALITY, Sections, Size, late, recipe, toml
+from recipes import DOMAINS, LOCALITY, Sections, Size, late, recipe, toml
 from runner import Json, RunError, Step, Work
 
 CAPACITY = 0.134  # of all experts
@@ -21,8 +21,9 @@ GATE_PPL = 0.01  # the locality gate's cost
 MOST_PPL = 0.005  # by which a try is chosen: half of that, as a bound over three seeds asks for room
 STACK_PPL = 0.034
 STRONGER_PPL = 0.024  # what a model may cost that the stack begins with: the rest is for rerouting
+LEAST_HITS = 0.91  # by which a try of domains is chosen: the gate asks for 0.90, and a bound for room
 LABELS = {"base": "base", "local": "locality-trained", "stronger": "more local"}
-DOMAINS = ("code", "mathematics", "medicine", "prose")
+TEXTS = ("code", "mathematics", "medicine", "prose")
 
 
 def slots(size: Size, share: float) -> int:
@@ -47,6 +48,12 @@ def local(work: Work, seed: int) -> str:
     """The name of the run of the claimed try with a seed."""
     chosen = work.step("choose", "choose")["chosen"]
     return f"{chosen}-s1" if seed == 1 else f"local-s{seed}"
+
+
+def own(work: Work, seed: int) -> str:
+    """The name of the run of the claimed try of domains with a seed."""
+    chosen = work.step("choose-domain", "choose")["chosen"]
+    return f"{chosen}-s1" if seed == 1 else f"domain-s{seed}"
 
 
 def stacked(work: Work, seed: int) -> str:
@@ -95,7 +102,7 @@ def data_steps(size: Size, texts: Mapping[str, str] | None, work: Work) -> list[
     steps: list[Step] = []
     if texts is None:
         steps.append(Step("corpora", ("corpora.py", "corpora", "--megabytes", str(size.megabytes))))
-        texts = {domain: f"corpora/{domain}" for domain in DOMAINS}
+        texts = {domain: f"corpora/{domain}" for domain in TEXTS}
     domains = [word for name, path in texts.items() for word in ("--domain", f"{name}={path}")]
     words = ("sluice", "train", "data", "data", *domains, "--vocab", str(size.vocab), "--valid", str(size.valid))
     steps.append(Step("prepare", (*words, "--force", "--json")))
@@ -125,6 +132,12 @@ def _exported(name: str, kind: str, type: str) -> Step:
 
 def local_steps(size: Size, seed: int, work: Work) -> list[Step]:
     return _again(size, f"local-s{seed}", "chosen", seed, work)
+
+
+def domain_steps(size: Size, seed: int, work: Work) -> list[Step]:
+    """The claimed try of domains with another seed."""
+    _, changes = DOMAINS[work.step("choose-domain", "choose")["chosen"]]
+    return pretrained_steps(size, f"domain-s{seed}", seed, changes, work)
 
 
 def stronger_steps(size: Size, seed: int, work: Work) -> list[Step]:
@@ -176,6 +189,30 @@ def best(tries: Mapping[str, Mapping[str, Any]], most_ppl: float) -> str:
     if within:
         return min(within, key=lambda name: tries[name]["misses_change"])
     return min(tries, key=lambda name: tries[name]["ppl_change"])
+
+
+def choose_domain_steps(work: Work) -> list[Step]:
+    done = [name for name in DOMAINS if work.result(f"{name}-s1") is not None]
+    if not done:
+        raise RunError("choose-domain needs a try that is done: run one of " + ", ".join(DOMAINS) + ", as NAME-s1")
+
+    def choose(_: Mapping[str, Json]) -> Json:
+        base = ppl(work.step("base-s1", "evaluate"))
+        tries: dict[str, dict[str, float]] = {}
+        for name in done:
+            one = work.step(f"{name}-s1", "evaluate")
+            tries[name] = {"hit_rate": one["domains"]["mean_pinned_hit_rate"], "ppl_change": ppl(one) / base - 1}
+        return {"chosen": cheapest(tries, LEAST_HITS), "tries": tries}
+
+    return [Step("choose", ("compute", "choose-domain", *done), choose)]
+
+
+def cheapest(tries: Mapping[str, Mapping[str, Any]], least_hits: float) -> str:
+    """Of those with at least `least_hits` the one that costs least; where none has, the one with the most."""
+    enough = [name for name in tries if tries[name]["hit_rate"] >= least_hits]
+    if enough:
+        return min(enough, key=lambda name: tries[name]["ppl_change"])
+    return max(tries, key=lambda name: tries[name]["hit_rate"])
 
 
 def passages_of(work: Work, *, labels: bool) -> list[str]:
@@ -249,8 +286,8 @@ def balanced_ppl(losses: Mapping[str, Sequence[tuple[float, int]]]) -> float:
 
 def control_steps(size: Size, work: Work) -> list[Step]:
     return [
-        evaluated(size, name, model_of(f"{name}-s1"), "--capacity", "13.4%,25%,40%", "--switching", generate=False)
-        for name in ("base", "domain")
+        evaluated(size, which, model_of(name), "--capacity", "13.4%,25%,40%", "--switching", generate=False)
+        for which, name in (("base", "base-s1"), ("domain", own(work, 1)))
     ]
 
 

@@ -33,7 +33,7 @@ def write_results(work: Work, runs: dict[str, Run], gates: Path, docs: Path) -> 
         _verdicts(verdict),
         sections.base(work),
         sections.locality(work, numbers),
-        sections.domain(work),
+        sections.domain(work, numbers),
         sections.stack(work, numbers),
         *(part(work) for part in sections.SECTIONS),
         _compute(work, runs),

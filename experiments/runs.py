@@ -5,7 +5,9 @@ base-s1 … base-s3            a small model from scratch, and what it costs
 weak-s1 …                    the same with a locality loss: the paper's strengths, then tries of ours
 choose                       which try is claimed, by a rule that was written down before: `chosen`
 local-s2, local-s3           that try, with the other seeds
-domain-s1 … domain-s3        the domains' text kept to the experts that it uses most, over the second half
+divided-s1 …                 tries of keeping a domain's text to few experts, over the second half
+choose-domain                which of them is claimed, by a rule too
+domain-s2, domain-s3         that try, with the other seeds
 stack-s1 … stack-s3          cache-aware rerouting on the base and on the chosen try
 control                      the negative control: loading a domain's experts at a switch
 live                         the engine's own counters on the exported files, against the simulator
@@ -20,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import parts
-from recipes import DOMAIN, LOCALITY, Sections, Size, late
+from recipes import DOMAINS, LOCALITY, Sections, Size, late
 from runner import Run, Step, Work
 
 SEEDS = (1, 2, 3)
@@ -54,8 +56,13 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
     for seed in SEEDS[1:]:
         steps = partial(parts.local_steps, size, seed)
         add(f"local-s{seed}", f"the chosen try, seed {seed}", ("choose", f"base-s{seed}"), steps, 18)
-    for seed in SEEDS:
-        trained(f"domain-s{seed}", f"experts divided over domains by use, seed {seed}", seed, DOMAIN)
+    for name, (about, changes) in DOMAINS.items():
+        trained(f"{name}-s1", f"domains: {about}", 1, changes)
+    add("choose-domain", "which try of domains is claimed", ("base-s1",), parts.choose_domain_steps, 0)
+    for seed in SEEDS[1:]:
+        steps = partial(parts.domain_steps, size, seed)
+        needs = ("choose-domain", f"base-s{seed}")
+        add(f"domain-s{seed}", f"the chosen try of domains, seed {seed}", needs, steps, 10)
     needs = ("choose", "base-s1")
     add("stack-s1", "rerouting on the base and on tries", needs, partial(parts.stack_steps, size, 1), 30)
     for seed in SEEDS[1:]:
@@ -63,7 +70,7 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
         add(f"stronger-s{seed}", f"the stack's model, where it isn't the claimed one, seed {seed}", needs, steps, 18)
         needs, steps = (f"stronger-s{seed}", f"local-s{seed}"), partial(parts.stack_steps, size, seed)
         add(f"stack-s{seed}", f"what was claimed of rerouting, seed {seed}", needs, steps, 5)
-    needs = ("base-s1", "domain-s1")
+    needs = ("base-s1", "choose-domain")
     add("control", "loading a domain's experts at a switch", needs, partial(parts.control_steps, size), 2)
     needs = ("choose", "base-s1")
     add("live", "the engine's counters against the simulator", needs, partial(parts.live_steps, size), 5)

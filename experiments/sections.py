@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from measures import alike, asked, seeds
 from page import NOT_RUN, change, number, percent, prose, rows, section, spread
-from parts import LABELS, SLOW_DISK, misses, ppl
-from recipes import LOCALITY
+from parts import LABELS, LEAST_HITS, SLOW_DISK, misses, ppl
+from recipes import DOMAINS, LOCALITY
 from runner import Json, Work
 
 HEADS = (
@@ -83,20 +83,36 @@ def locality(work: Work, numbers: Json) -> str:
     )
 
 
-def domain(work: Work) -> str:
-    bases = seeds(work, "base", "evaluate")
-    body: list[list[str]] = []
+def domain(work: Work, numbers: Json) -> str:
+    start = asked(work, "base-s1", "evaluate")
+    found = {name: asked(work, f"{name}-s1", "evaluate") for name in DOMAINS}
+    body = [] if start is None else [_row("base, seed 1", start, None)]
+    body += [
+        _row(f"{name}: {about}", found[name], start)
+        for name, (about, _) in DOMAINS.items()
+        if found[name] is not None and start is not None and alike(work, "base-s1", f"{name}-s1")
+    ]
+    chosen = asked(work, "choose-domain", "choose")
     for seed, one in seeds(work, "domain", "evaluate").items():
-        if seed in bases and alike(work, f"base-s{seed}", f"domain-s{seed}"):
-            body += [
-                _row(f"base, seed {seed}", bases[seed], None),
-                _row(f"domain, seed {seed}", one, bases[seed]),
-            ]
-    about = """At 0.55 of a run every layer's experts are divided over the domains, even shares, by how much each uses
-        them, and over the next fifth of it a loss comes to keep its text to its own. *Own experts serve* is the share
-        of a domain's choices that fall on the experts of each layer that it uses most, as many as that share, picked
-        on training text: what pinning them would hit."""
-    return section("Domains", prose(about), rows(HEADS, body))
+        if chosen is not None and alike(work, f"base-s{seed}", f"domain-s{seed}"):
+            body.append(_row(f"{chosen['chosen']}, seed {seed}", one, asked(work, f"base-s{seed}", "evaluate")))
+    claimed = ""
+    if chosen is not None:
+        hits, cost = numbers["domain"]["hit_rate"], numbers["domain"]["ppl_change"]
+        claimed = f"Claimed: **{chosen['chosen']}**: hits {spread(hits, said=percent)}, perplexity {spread(cost, 2)}."
+    about = f"""From 0.55 of a run, over a fifth of it, a loss comes to keep a domain's text to an even share of every
+        layer's experts, those that it used. *Own experts serve* is the share of a domain's choices that fall on the
+        experts of each layer that it uses most, as many as that share, picked on training text: what pinning them would
+        hit. Of tries where that is at least {LEAST_HITS:.0%}, the one that costs least is claimed, or else the one
+        with the most; the seed by which it is chosen is among those that it is judged by."""
+    left = [name for name in DOMAINS if found[name] is None]
+    return section(
+        "Domains",
+        prose(about),
+        rows(HEADS, body if any(found.values()) else []),
+        f"Not run: {', '.join(left)}." if left and any(found.values()) else "",
+        claimed,
+    )
 
 
 def stack(work: Work, numbers: Json) -> str:

@@ -177,7 +177,7 @@ def test_every_run_can_be_done_in_the_order_of_the_table() -> None:
         assert name == run.name and set(run.needs) <= before, name
         assert run.minutes <= 40
         before.add(name)
-    assert {"base-s1", "base-s2", "base-s3", "weak-s1", "strong-s1", "domain-s1", "control", "stages-s3"} <= before
+    assert {"base-s1", "base-s2", "base-s3", "weak-s1", "strong-s1", "divided-s1", "control", "stages-s3"} <= before
 
 
 def test_runs_of_a_seed_differ_in_what_they_are_about_alone() -> None:
@@ -193,6 +193,7 @@ def test_what_begins_late_branches_off_the_base(tmp_path: Path) -> None:
     parts, recipes, runs = module("parts"), module("recipes"), module("runs")
     work = module("runner").Work(tmp_path)
     table = runs.table(recipes.REFERENCE)
+    leave(work, "choose-domain", choose={"chosen": "shared", "tries": {}})
     for name, (_, changes) in recipes.LOCALITY.items():
         (words,) = (step.words for step in table[f"{name}-s1"].steps(work) if step.name == "train")
         whole = ("weak", "medium", "strong", "set", "bias", "distill", "gentle")  # at work from the first step
@@ -202,8 +203,8 @@ def test_what_begins_late_branches_off_the_base(tmp_path: Path) -> None:
             assert words[words.index("--branch") + 1] == "runs/base-s1/train/checkpoints/step-000400"
             assert "base-s1" in table[f"{name}-s1"].needs
     for size in recipes.SIZES.values():
-        for seed in (1, 2, 3):
-            run = runs.table(size)[f"domain-s{seed}"]
+        for name in (*(f"{one}-s1" for one in recipes.DOMAINS), "domain-s2", "domain-s3"):
+            run, seed = runs.table(size)[name], name[-1]
             (words,) = (step.words for step in run.steps(work) if step.name == "train")
             half = f"runs/base-s{seed}/train/checkpoints/step-{size.base['train']['steps'] // 2:06d}"
             assert words[2] == "locality" and words[words.index("--branch") + 1] == half
@@ -222,6 +223,7 @@ def test_what_begins_late_branches_off_the_base(tmp_path: Path) -> None:
         ({"begin": 0.5, "full": 0.6, "prior": 2.0}, False),
         ({"begin": 0.55, "full": 0.6, "experts": "used"}, True),
         ({"begin": 0.5, "full": 0.6, "experts": "used"}, False),  # counts before half of the run
+        ({"begin": 0.5, "full": 0.6, "experts": "hottest"}, False),
         ({}, False),
     ],
 )
@@ -234,7 +236,7 @@ def test_recipes_are_read_as_they_were_written(tmp_path: Path) -> None:
 
     recipes = module("recipes")
     for size in recipes.SIZES.values():
-        for changes in ({}, recipes.DOMAIN, *(one for _, one in recipes.LOCALITY.values())):
+        for changes in ({}, *(one for _, one in (recipes.LOCALITY | recipes.DOMAINS).values())):
             wanted = recipes.recipe(size, 3, changes)
             path = tmp_path / "recipe.toml"
             path.write_text(recipes.toml(wanted))
@@ -253,6 +255,16 @@ def test_the_try_with_the_fewest_misses_within_the_cost_is_chosen() -> None:
     assert best(tries, 0.01) == "b" and best(tries, 0.05) == "a"
     assert best({name: tries[name] for name in "a"}, 0.01) == "a"
     assert best({"a": tries["a"], "d": {"misses_change": -0.1, "ppl_change": 0.015}}, 0.01) == "d"
+
+
+def test_the_cheapest_try_with_enough_hits_is_chosen() -> None:
+    cheapest = module("parts").cheapest
+    tries = {
+        "a": {"hit_rate": 0.95, "ppl_change": 0.04},
+        "b": {"hit_rate": 0.91, "ppl_change": 0.02},
+        "c": {"hit_rate": 0.85, "ppl_change": 0.001},
+    }
+    assert cheapest(tries, 0.91) == "b" and cheapest(tries, 0.93) == "a" and cheapest(tries, 0.99) == "a"
 
 
 def test_domains_weigh_alike_in_what_the_engine_said() -> None:
@@ -324,7 +336,8 @@ def test_a_gate_passes_by_its_bound_over_seeds(tmp_path: Path) -> None:
     assert "locality FAILED" in first and "(one seed, so no bound)" in first
     leave(work, "local-s2", evaluate=evaluated(610, 20.3))
     leave(work, "local-s3", evaluate=evaluated(605, 20.4))
-    leave(work, "domain-s1", evaluate=evaluated(990, 20.2, hits=0.99))
+    leave(work, "divided-s1", evaluate=evaluated(990, 20.2, hits=0.99))
+    leave(work, "choose-domain", choose={"chosen": "divided", "tries": {}})
     text = page(tmp_path, work)
     assert "locality PASSED" in text and "domain FAILED" in text  # of one seed, however good
     assert "Claimed: **margin**: misses -39." in text and "3 seeds)" in text
@@ -335,15 +348,19 @@ def test_a_gate_passes_by_its_bound_over_seeds(tmp_path: Path) -> None:
         assert (tmp_path / "docs" / "figures" / f"experiment-{name}.png").read_bytes()[:4] == b"\x89PNG"
     numbers = json.loads((work.folder / "gates.json").read_text())
     assert numbers["locality"]["misses_change"]["n"] == 3 and numbers["domain"]["hit_rate"]["lower"] is None
-    assert "0.17 hours" in text
+    assert "0.18 hours" in text
 
 
 def test_gates_that_changed_after_they_were_recorded_fail_whatever_was_measured(tmp_path: Path) -> None:
     work = module("runner").Work(tmp_path / "work")
     for seed in (1, 2, 3):
         leave(work, f"base-s{seed}", evaluate=evaluated(1000, 20))
-        leave(work, f"domain-s{seed}", evaluate=evaluated(990, 20.1, hits=0.98 + seed / 1000))
-    assert "domain PASSED" in page(tmp_path, work)
+        name = "shared-s1" if seed == 1 else f"domain-s{seed}"
+        leave(work, name, evaluate=evaluated(990, 20.1, hits=0.98 + seed / 1000))
+    leave(work, "choose-domain", choose={"chosen": "shared", "tries": {}})
+    text = page(tmp_path, work)
+    assert "domain PASSED" in text and "Claimed: **shared**: hits 98.2% (98.0% to 98.4%, 3 seeds)" in text
+    assert "| shared, seed 3 |" in text and "Not run: divided" in text
     gates = tmp_path / "gates.toml"
     gates.write_text(gates.read_text().replace("0.90", "0.80"))
     text = page(tmp_path, work)
