@@ -48,7 +48,7 @@ REFERENCE = Size(
     passages=32,
     length=256,
     generate=128,
-    margins=("0.1", "0.3", "0.05:0", "0.1:0", "0.2:0", "0.3:0", "0.4:0"),
+    margins=("0.05", "0.1", "0.3", "0.01:0", "0.02:0", "0.03:0", "0.05:0", "0.1:0"),
     stages={
         "text": {"prompts": 3000, "held_out": 64, "prompt_tokens": 32, "tokens": 96},
         "prerouter": {"steps": 500, "batch": 16, "length": 256, "lr": 2e-3, "warmup": 50},
