@@ -206,6 +206,15 @@ DOMAINS: Mapping[str, tuple[str, Sections]] = {
         "while less than 93 % of choices are the domain's own",
         {"domain": {**SHARED, "loss": "weight", "weight": 1.5, "tau": 0.1, "enough": 0.93}, **EASED, **TAUGHT},
     ),
+    "traded": (
+        "as swapped, τ 0.07, λ 2, from 0.65 of the run in full, while less than 92 % of choices are the domain's own; "
+        "the base model's distribution comes to be four fifths of the loss",
+        {
+            "domain": {**SHARED, "loss": "weight", "weight": 2.0, "tau": 0.07, "full": 0.65, "enough": 0.92},
+            **EASED,
+            "distill": {"weight": 0.8, "anneal": "late"},
+        },
+    ),
 }
 
 
