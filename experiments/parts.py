@@ -22,7 +22,7 @@ MOST_PPL = 0.005  # by which a try is chosen: half of that, as a bound over thre
 STACK_PPL = 0.034
 STRONGER_PPL = 0.024  # what a model may cost that the stack begins with: the rest is for rerouting
 LEAST_HITS = 0.91  # by which a try of domains is chosen: the gate asks for 0.90, and a bound for room
-LABELS = {"base": "base", "local": "locality-trained", "stronger": "more local"}
+LABELS = {"base": "base", "local": "locality-trained", "stronger": "more local", "rerouted": "trained rerouted"}
 TEXTS = ("code", "mathematics", "medicine", "prose")
 
 
@@ -58,9 +58,10 @@ def own(work: Work, seed: int) -> str:
 
 def stacked(work: Work, seed: int) -> str:
     """The name of the run whose model rerouting was claimed on, with a seed."""
-    if work.step("stack-s1", "claim")["model"] == "local":
+    which = work.step("stack-s1", "claim")["model"]
+    if which == "local":
         return local(work, seed)
-    return f"{work.step('choose', 'choose')['stronger']}-s1" if seed == 1 else f"stronger-s{seed}"
+    return f"{work.step('choose', 'choose')[which]}-s1" if seed == 1 else f"stronger-s{seed}"
 
 
 def half_of(size: Size, name: str) -> str:
@@ -142,9 +143,8 @@ def domain_steps(size: Size, seed: int, work: Work) -> list[Step]:
 
 def stronger_steps(size: Size, seed: int, work: Work) -> list[Step]:
     """Nothing where rerouting was claimed on the claimed try."""
-    if work.step("stack-s1", "claim")["model"] == "local":
-        return []
-    return _again(size, f"stronger-s{seed}", "stronger", seed, work)
+    which = work.step("stack-s1", "claim")["model"]
+    return [] if which == "local" else _again(size, f"stronger-s{seed}", which, seed, work)
 
 
 def _again(size: Size, name: str, which: str, seed: int, work: Work) -> list[Step]:
@@ -172,13 +172,17 @@ def choose_steps(work: Work) -> list[Step]:
     def choose(_: Mapping[str, Json]) -> Json:
         base = work.step("base-s1", "evaluate")
         tries: dict[str, dict[str, float]] = {}
+        rerouted: dict[str, dict[str, float]] = {}
         for name in done:
             measured = work.step(f"{name}-s1", "evaluate")
-            tries[name] = {
+            (rerouted if LOCALITY[name][1]["locality"].get("reroute") else tries)[name] = {
                 "misses_change": misses(measured) / misses(base) - 1,
                 "ppl_change": ppl(measured) / ppl(base) - 1,
             }
-        return {"chosen": best(tries, MOST_PPL), "stronger": best(tries, STRONGER_PPL), "tries": tries}
+        if not tries:
+            raise RunError("choose needs a try of locality whose routes are the router's own")
+        found = {"chosen": best(tries, MOST_PPL), "stronger": best(tries, STRONGER_PPL), "tries": tries | rerouted}
+        return {**found, "rerouted": best(rerouted, STRONGER_PPL)} if rerouted else found
 
     return [Step("choose", ("compute", "choose", *done), choose)]
 
@@ -233,9 +237,10 @@ def stack_steps(size: Size, seed: int, work: Work) -> list[Step]:
     """With the first seed all margins on the base and on up to two tries; with others what was claimed of them."""
     if seed == 1:
         chosen = work.step("choose", "choose")
-        models = {"base": "base-s1", "local": local(work, 1)}
-        if chosen["stronger"] != chosen["chosen"]:
-            models["stronger"] = f"{chosen['stronger']}-s1"
+        which = "local" if chosen["stronger"] == chosen["chosen"] else "stronger"
+        models = {"base": "base-s1", which: f"{chosen['stronger']}-s1"}
+        if "rerouted" in chosen:
+            models["rerouted"] = f"{chosen['rerouted']}-s1"
         asked = [(which, rule) for which in models for rule in ("0", *size.margins)]
     else:
         claim = work.step("stack-s1", "claim")

@@ -48,7 +48,7 @@ REFERENCE = Size(
     passages=32,
     length=256,
     generate=128,
-    margins=("0.05", "0.1", "0.3", "0.01:0", "0.02:0", "0.03:0", "0.05:0", "0.1:0"),
+    margins=("0.1", "0.3", "0.02:0", "0.03:0", "0.05:0"),
     stages={
         "text": {"prompts": 3000, "held_out": 64, "prompt_tokens": 32, "tokens": 96},
         "prerouter": {"steps": 500, "batch": 16, "length": 256, "lr": 2e-3, "warmup": 50},
@@ -177,6 +177,10 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
     "pinion": (
         "as feather, λ 2.4: as the stack's beginning",
         {"locality": {**LIGHT, "weight": 2.4}, **EASED, **TAUGHT},
+    ),
+    "wing": (
+        "as pinion, and over the second half it is run as rerouting by a margin that rises to 0.03 would run it",
+        {"locality": {**LIGHT, "weight": 2.4, "reroute": 0.03, "keep": 0}, **EASED, **TAUGHT},
     ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",

@@ -65,6 +65,7 @@ def test_sections_are_changed_and_checked_again() -> None:
         ({"train": LEAST, "data": 3}, r"data is no section"),
         ({"train": LEAST, "locality": {"anneal": "often"}}, r"constant, rise, fall, late"),
         ({"train": LEAST, "locality": {"tau": 0.0}}, r"locality\.tau is 0"),
+        ({"train": LEAST, "locality": {"reroute": 2}}, r"locality\.reroute is 2: give a share of probability"),
         ({"train": LEAST, "domain": {"until": 2.0}}, r"domain\.until is 2"),
         ({"train": LEAST, "domain": {"full": 1.5}}, r"domain\.full is 1\.5"),
         ({"train": LEAST, "domain": {"begin": 0.5}}, r"domain\.full is 0 and domain\.begin 0\.5: give at least"),

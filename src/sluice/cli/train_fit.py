@@ -94,7 +94,7 @@ def locality(
         "domain": _given({"weight": domain}),
     }
     asked = read_recipe(recipe).changed(changes)
-    if not (asked.locality.weight or asked.domain.weight or asked.domain.prior):
+    if not (asked.locality.weight or asked.locality.reroute or asked.domain.weight or asked.domain.prior):
         raise InputError("nothing local is asked for: give --weight or --domain a number above 0, or use pretrain")
     return _train(data, run, asked, start, teacher, branch, json=json)
 

@@ -23,7 +23,7 @@ from sluice.train.losses.balance import BiasBalance, evenness, load_balance, rou
 from sluice.train.losses.locality import held_before, missed
 from sluice.train.objective import Metrics, Objective, to_device
 from sluice.train.recipe import Balance
-from sluice.train.routes import impose, record
+from sluice.train.routes import Choose, impose, record
 
 CACHE_SHARE = 0.134  # of a layer's experts: the cache whose misses are reported
 BIAS_GONE = 0.95  # of the run
@@ -54,6 +54,10 @@ class Term:
     def prior(self, domain: Tensor, done: float) -> Tensor | None:
         """[B, E] added to routers' logits where experts are chosen, in training alone; None for nothing."""
         return None
+
+    def moved(self, layer: int, logits: Tensor, ids: Tensor, done: float) -> Tensor:
+        """The experts [B, T, k] that a layer is to take in training, of logits [B, T, E] and the choice so far."""
+        return ids
 
     def end_step(self) -> None:
         """Called when a step has changed the weights, on all processes: for what isn't learned by gradients."""
@@ -121,10 +125,9 @@ class LanguageModel(Objective):
 
     def run(self, ids: Tensor, domain: Tensor, *, prior: bool = False) -> Pass:
         """A pass over ids [B, T + 1], all but the last of which the model reads; `prior`: with what training adds."""
-        added = self._added(domain) if prior else None
         with ExitStack() as stack:
-            if added is not None:
-                stack.enter_context(impose(self.model, self._choose(added, ids.shape[1] - 1)))
+            if prior:
+                stack.enter_context(impose(self.model, self._choose(self._added(domain), ids.shape[1] - 1)))
             routes = stack.enter_context(record(self.model))
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         shape = (ids.shape[0], ids.shape[1] - 1, -1)
@@ -145,11 +148,22 @@ class LanguageModel(Objective):
             return {layer: sum(parts[1:], parts[0]) for layer in self.layers} if parts else None
         return {layer: sum(parts, (left * self.bias.of(layer)).to(domain.device)) for layer in self.layers}
 
-    def _choose(self, added: Mapping[int, Tensor], length: int) -> Callable[[int, Tensor, Tensor], Any]:
-        def choose(layer: int, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-            more = added[layer]
-            more = more.repeat_interleave(length, 0) if more.ndim == 2 else more
-            ids = (logits.detach() + more).topk(self.top_k, -1).indices
+    def _choose(self, added: Mapping[int, Tensor] | None, length: int) -> Choose:
+        """How training routes: by logits and what is `added` to them, and then as terms move it."""
+
+        def choose(layer: int, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor] | None:
+            seen = logits.detach()
+            if added is not None:
+                more = added[layer]
+                seen = seen + (more.repeat_interleave(length, 0) if more.ndim == 2 else more)
+            native = seen.topk(self.top_k, -1).indices
+            rows = native.view(-1, length, self.top_k)
+            ids = rows
+            for term in self.terms:
+                ids = term.moved(layer, logits.detach().view(*rows.shape[:2], -1), ids, self.done)
+            if added is None and ids is rows:
+                return None
+            ids = ids.reshape(native.shape)
             return self.family.weights(self.config, logits, ids), ids
 
         return choose

@@ -19,10 +19,11 @@ from sluice.train.losses.domain import divided, hottest, outside, partition
 from sluice.train.losses.locality import Choice, held_before, loss_named, weight_aware
 from sluice.train.objective import Metrics
 from sluice.train.recipe import COUNTS, Distill, Domain, Locality, Recipe
+from sluice.train.rerouted import rerouted
 
 
 class Neighbours(Term):
-    """Rewards tokens for taking the experts that a cache holds, or the token before took."""
+    """Rewards tokens for taking the experts that a cache holds, or the token before took, or lets them take these."""
 
     def __init__(self, asked: Locality) -> None:
         self.asked, self._loss = asked, loss_named(asked.loss)
@@ -37,6 +38,15 @@ class Neighbours(Term):
         value = torch.stack(parts).mean()
         weight = self.asked.weight * strength(self.asked.anneal, seen.done)
         return weight * value, {"locality": float(value.detach())}
+
+    def moved(self, layer: int, logits: Tensor, ids: Tensor, done: float) -> Tensor:
+        margin = self.asked.reroute * strength(self.asked.anneal, done)
+        if not margin:
+            return ids
+        scores = logits.float().softmax(-1).cpu().numpy()
+        slots = self.asked.slots or ids.shape[-1]
+        final = rerouted(ids.cpu().numpy(), scores, slots, margin, self.asked.keep)
+        return torch.from_numpy(final).to(ids.device)
 
 
 class OwnExperts(Term):
@@ -134,7 +144,7 @@ def terms(recipe: Recipe, n_expert: int, n_domains: int, teacher: nn.Module | No
     """What `recipe` asks for beside cross entropy and balance. Raises InputError."""
     found: list[Term] = []
     loss_named(recipe.locality.loss)
-    if recipe.locality.weight:
+    if recipe.locality.weight or recipe.locality.reroute:
         found.append(Neighbours(recipe.locality))
     if recipe.domain.weight or recipe.domain.prior:
         found.append(OwnExperts(recipe.domain, n_expert, n_domains))

@@ -54,6 +54,8 @@ class Locality:
 
     `anneal`: constant; `rise`: from 0 over the first half; `fall`: to 0 over the second; `late`: from 0 over it;
     `hump`: from 0 over the third quarter, to 0 over the last. `learns`: all of the model by it, or the `routers` alone.
+    `reroute`, annealed too: in training, experts past a token's best `keep` that the LRU doesn't hold give way to ones
+    that it holds, where those have at most so much less of the router's probability (0: none do).
     """
 
     loss: str = "margin"
@@ -62,6 +64,8 @@ class Locality:
     slots: int = 0
     anneal: str = "constant"
     learns: str = "all"
+    reroute: float = 0.0
+    keep: int = 1
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,8 @@ class Recipe:
         for name, how in (("locality", self.locality.anneal), ("distill", self.distill.anneal)):
             if how not in ANNEALS:
                 raise InputError(f"{name}.anneal {how!r} is unknown: choose from {', '.join(ANNEALS)}")
+        if self.locality.reroute > 1:
+            raise InputError(f"locality.reroute is {self.locality.reroute:g}: give a share of probability, 0 to 1")
         if self.locality.tau <= 0:
             raise InputError(f"locality.tau is {self.locality.tau:g}: give a number above 0")
         domain = self.domain
