@@ -89,6 +89,7 @@ NUDGE: dict[str, Any] = {"loss": "margin", "weight": 0.2, "slots": 4, "anneal": 
 LIGHT: dict[str, Any] = {**NUDGE, "loss": "weight", "weight": 1.0, "tau": 0.03}
 EASED: Sections = {"balance": {"final": 0.2}}
 TAUGHT: Sections = {"distill": {"weight": 0.5, "anneal": "late"}}
+STRICT: Sections = {"distill": {"weight": 0.8, "anneal": "late"}}
 
 # The paper's three strengths of its loss, then tries of ours at its gate: what each changes of the base's recipe.
 LOCALITY: Mapping[str, tuple[str, Sections]] = {
@@ -179,8 +180,9 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         {"locality": {**LIGHT, "weight": 2.4}, **EASED, **TAUGHT},
     ),
     "wing": (
-        "as pinion, and over the second half it is run as rerouting by a margin that rises to 0.03 would run it",
-        {"locality": {**LIGHT, "weight": 2.4, "reroute": 0.03, "keep": 0}, **EASED, **TAUGHT},
+        "as pinion, run as rerouting by a margin that rises to 0.03 over the second half would run it; the base model's "
+        "distribution comes to be four fifths of the loss",
+        {"locality": {**LIGHT, "weight": 2.4, "reroute": 0.03, "keep": 0}, **EASED, **STRICT},
     ),
     "echo": (
         "a control, no locality: over the second half the base model's distribution comes to be half of the loss",
@@ -216,7 +218,7 @@ DOMAINS: Mapping[str, tuple[str, Sections]] = {
         {
             "domain": {**SHARED, "loss": "weight", "weight": 2.0, "tau": 0.07, "full": 0.65, "enough": 0.92},
             **EASED,
-            "distill": {"weight": 0.8, "anneal": "late"},
+            **STRICT,
         },
     ),
 }
