@@ -180,8 +180,8 @@ LOCALITY: Mapping[str, tuple[str, Sections]] = {
         {"locality": {**LIGHT, "weight": 2.4}, **EASED, **TAUGHT},
     ),
     "wing": (
-        "as pinion, run as rerouting by a margin that rises to 0.03 over the second half would run it; the base model's "
-        "distribution comes to be four fifths of the loss",
+        "as pinion, run as rerouting by a margin that rises to 0.03 over the second half would run it; "
+        "the base model's distribution comes to be four fifths of the loss",
         {"locality": {**LIGHT, "weight": 2.4, "reroute": 0.03, "keep": 0}, **EASED, **STRICT},
     ),
     "echo": (
