@@ -24,8 +24,8 @@ torch.set_num_threads(1)
 FOLDER = Path(__file__).parents[2] / "experiments"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="experiments come with the source tree")
 RUNS = (
-    "data", "base-s1", "weak-s1", "choose", "domain-s1", "stack-s1", "control", "live", "text-s1", "prerouter-s1",
-    "recover-s1", "onpolicy-s1", "stages-s1", "survival", "speed", "base-s2", "local-s2", "stronger-s2",
+    "data", "base-s1", "weak-s1", "choose", "divided-s1", "choose-domain", "stack-s1", "control", "live", "text-s1",
+    "prerouter-s1", "recover-s1", "onpolicy-s1", "stages-s1", "survival", "speed", "base-s2", "local-s2", "stronger-s2",
     "stack-s2",
 )  # fmt: skip
 

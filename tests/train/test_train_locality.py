@@ -210,6 +210,14 @@ def test_domains_may_share_their_hottest_experts() -> None:
     assert not torch.equal(hottest(used), divided(used))  # else this shows nothing
 
 
+def test_a_domain_without_text_has_no_hottest_experts() -> None:
+    term = OwnExperts(Domain(weight=1.0, begin=0.55, full=0.75, experts="hottest"), 8, 3)  # two domains are seen
+    term.loss(a_pass(0.52))
+    term.end_step()
+    with pytest.raises(InputError, match=r"a domain had no text in the steps that are counted, before 0\.55"):
+        term.loss(a_pass(0.6))
+
+
 def test_swaps_that_matter_little_are_asked_for_until_enough_are_made() -> None:
     def term(enough: float) -> OwnExperts:
         return OwnExperts(Domain(weight=2.0, experts="even", loss="weight", tau=0.2, enough=enough), 8, 2)

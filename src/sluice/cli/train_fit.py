@@ -55,7 +55,8 @@ Rate = Annotated[float | None, _option("--lr", metavar="X", help="The highest le
 Loss = Annotated[str | None, _option("--loss", metavar="NAME", help="The loss on neighbouring tokens' routes.")]
 Weight = Annotated[float | None, _option("--weight", metavar="X", help="Its weight, λ.")]
 Domain = Annotated[
-    float | None, _option("--domain", metavar="X", help="Divide experts over domains, by a loss of this weight.")
+    float | None,
+    _option("--domain", metavar="X", help="Keep each domain's text to its experts, by a loss of this weight."),
 ]
 
 
@@ -95,7 +96,8 @@ def locality(
     }
     asked = read_recipe(recipe).changed(changes)
     if not (asked.locality.weight or asked.locality.reroute or asked.domain.weight or asked.domain.prior):
-        raise InputError("nothing local is asked for: give --weight or --domain a number above 0, or use pretrain")
+        raise InputError("nothing local is asked for: give --weight or --domain a number above 0, or the recipe a "
+                         "locality.reroute, or use pretrain")  # fmt: skip
     return _train(data, run, asked, start, teacher, branch, json=json)
 
 

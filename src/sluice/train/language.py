@@ -56,7 +56,10 @@ class Term:
         return None
 
     def moved(self, layer: int, logits: Tensor, ids: Tensor, done: float) -> Tensor:
-        """The experts [B, T, k] that a layer is to take in training, of logits [B, T, E] and the choice so far."""
+        """The experts [B, T, k] that a layer is to take in training, where that isn't `ids`, the choice so far.
+
+        `logits` [B, T, E] have no gradients. To leave the choice alone, give the very `ids` back.
+        """
         return ids
 
     def end_step(self) -> None:
@@ -124,7 +127,7 @@ class LanguageModel(Objective):
             term.end_step()
 
     def run(self, ids: Tensor, domain: Tensor, *, prior: bool = False) -> Pass:
-        """A pass over ids [B, T + 1], all but the last of which the model reads; `prior`: with what training adds."""
+        """A pass over ids [B, T + 1], all but the last of which the model reads; `prior`: routed as training is."""
         with ExitStack() as stack:
             if prior:
                 stack.enter_context(impose(self.model, self._choose(self._added(domain), ids.shape[1] - 1)))
@@ -153,14 +156,16 @@ class LanguageModel(Objective):
 
         def choose(layer: int, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor] | None:
             seen = logits.detach()
-            if added is not None:
+            if added is None:
+                native = self.family.choose(self.config, seen)
+            else:
                 more = added[layer]
-                seen = seen + (more.repeat_interleave(length, 0) if more.ndim == 2 else more)
-            native = seen.topk(self.top_k, -1).indices
+                more = more.repeat_interleave(length, 0) if more.ndim == 2 else more
+                native = (seen + more).topk(self.top_k, -1).indices
             rows = native.view(-1, length, self.top_k)
             ids = rows
             for term in self.terms:
-                ids = term.moved(layer, logits.detach().view(*rows.shape[:2], -1), ids, self.done)
+                ids = term.moved(layer, seen.view(*rows.shape[:2], -1), ids, self.done)
             if added is None and ids is rows:
                 return None
             ids = ids.reshape(native.shape)

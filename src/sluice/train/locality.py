@@ -23,25 +23,38 @@ from sluice.train.rerouted import rerouted
 
 
 class Neighbours(Term):
-    """Rewards tokens for taking the experts that a cache holds, or the token before took, or lets them take these."""
+    """Rewards tokens for taking the experts that a cache holds, or the token before took.
+
+    Where training is rerouted, the cache is that of the final routes, and what is rewarded is the router's own choice.
+    """
 
     def __init__(self, asked: Locality) -> None:
         self.asked, self._loss = asked, loss_named(asked.loss)
 
     def loss(self, seen: Pass) -> tuple[Tensor, Metrics]:
+        if seen.logits.shape[1] < 2:
+            return seen.logits.new_zeros(()), {}
         parts: list[Tensor] = []
         alone = seen.of_routers() if self.asked.learns == "routers" else {}
         for layer, (logits, ids) in seen.routes.items():
             logits = alone.get(layer, logits)
             held = held_before(ids, logits.shape[-1], self.asked.slots or ids.shape[-1])
-            parts.append(self._loss(Choice(logits, ids, held, self.asked.tau)))
+            own = logits.detach().topk(ids.shape[-1], -1).indices if self.asked.reroute else ids
+            parts.append(self._loss(Choice(logits, own, held, self.asked.tau)))
         value = torch.stack(parts).mean()
         weight = self.asked.weight * strength(self.asked.anneal, seen.done)
         return weight * value, {"locality": float(value.detach())}
 
+
+class Rerouted(Term):
+    """Takes the routes that cache-aware rerouting would, so that a model learns to be served so."""
+
+    def __init__(self, asked: Locality) -> None:
+        self.asked = asked
+
     def moved(self, layer: int, logits: Tensor, ids: Tensor, done: float) -> Tensor:
         margin = self.asked.reroute * strength(self.asked.anneal, done)
-        if not margin:
+        if margin <= 0:
             return ids
         scores = logits.float().softmax(-1).cpu().numpy()
         slots = self.asked.slots or ids.shape[-1]
@@ -50,7 +63,7 @@ class Neighbours(Term):
 
 
 class OwnExperts(Term):
-    """Keeps each domain's tokens to its part of the experts: even parts, or by what they were seen to use."""
+    """Keeps each domain's tokens to its experts: an even part of them, or what they were seen to use."""
 
     def __init__(self, asked: Domain, n_expert: int, n_domains: int) -> None:
         self.asked, self.parts = asked, partition(n_expert, n_domains)
@@ -71,6 +84,7 @@ class OwnExperts(Term):
         sets = self.sets.to(seen.domain.device).expand(len(seen.routes), -1, -1)[:, seen.domain]  # [layers, B, E]
         routes = list(zip(sets, seen.routes.values(), strict=True))
         inside = float(torch.stack([_inside(own, ids) for own, (_, ids) in routes]).mean())
+        inside = processes.averages({"inside": inside})["inside"]  # the same in all processes
         value = torch.stack([self._strayed(own, *route) for own, route in routes]).mean()
         weight = self.asked.weight * rising(self.asked.begin, self.asked.full, seen.done)
         if self.asked.loss == "weight" and 0 < self.asked.enough <= inside:
@@ -78,9 +92,11 @@ class OwnExperts(Term):
         return weight * value, {"domain": float(value.detach()), "domain_hit": inside}
 
     def _strayed(self, own: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
-        """The loss of a layer's tokens, whose domains' experts are `own` [B, E]."""
+        """The loss of a layer's tokens, whose domains' experts are `own` [B, E]; by swaps, of all but the first."""
         if self.asked.loss == "mass":
             return outside(logits, own, self.asked.enough)
+        if logits.shape[1] < 2:
+            return logits.new_zeros(())
         return weight_aware(Choice(logits, ids, own[:, None].expand_as(logits), self.asked.tau))
 
     def _count(self, domain: Tensor, ids: Tensor) -> Tensor:
@@ -89,12 +105,19 @@ class OwnExperts(Term):
         return torch.bincount(pairs.flatten(), minlength=self.parts.numel()).view(self.parts.shape).float()
 
     def _divided(self) -> Tensor:
-        """[layers, domains, E], the same in all processes. Raises InputError where nothing was counted."""
+        """Each domain's experts [layers, domains, E], the same in all processes.
+
+        Raises InputError where nothing was counted, or nothing of a domain that is to have its hottest.
+        """
         if self.used is None:
             raise InputError(f'domain.experts is "{self.asked.experts}" and nothing was counted before '
                              f"{self.asked.begin:g} of the run: branch off an earlier checkpoint")  # fmt: skip
-        sets = divided if self.asked.experts == "used" else hottest
-        return torch.stack([sets(one) for one in self.used])
+        if self.asked.experts == "used":
+            return torch.stack([divided(one) for one in self.used])
+        if not self.used.sum(-1).all():
+            raise InputError('domain.experts is "hottest" and a domain had no text in the steps that are counted, '
+                             f'before {self.asked.begin:g} of the run: begin later, or give "used"')  # fmt: skip
+        return torch.stack([hottest(one) for one in self.used])
 
     def end_step(self) -> None:
         if self._counted is None:
@@ -144,8 +167,10 @@ def terms(recipe: Recipe, n_expert: int, n_domains: int, teacher: nn.Module | No
     """What `recipe` asks for beside cross entropy and balance. Raises InputError."""
     found: list[Term] = []
     loss_named(recipe.locality.loss)
-    if recipe.locality.weight or recipe.locality.reroute:
+    if recipe.locality.weight:
         found.append(Neighbours(recipe.locality))
+    if recipe.locality.reroute:
+        found.append(Rerouted(recipe.locality))
     if recipe.domain.weight or recipe.domain.prior:
         found.append(OwnExperts(recipe.domain, n_expert, n_domains))
     if recipe.distill.weight and teacher is not None:

@@ -81,6 +81,9 @@ def pretrain(
         model, recipe.balance, held_out(tokens, settings.length, recipe.data.valid_rows), tokens.domains,
         saver(tokens.folder if start is None else start), more,
     )  # fmt: skip
+    if recipe.locality.reroute and recipe.locality.keep >= objective.top_k:
+        raise InputError(f"locality.keep is {recipe.locality.keep} and a token takes {objective.top_k} experts, so "
+                         "nothing would be rerouted: give fewer, or leave reroute out")  # fmt: skip
     asked = {
         **recipe.as_dict(),
         "data_fingerprint": tokens.fingerprint,

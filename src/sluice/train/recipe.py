@@ -137,21 +137,21 @@ class Recipe:
         if domain.full < domain.begin:
             raise InputError(f"domain.full is {domain.full:g} and domain.begin {domain.begin:g}: give at least as much")
         if domain.enough > 1:
-            raise InputError(f"domain.enough is {domain.enough:g}: give a share of a token's probability, 0 to 1")
-        self._check_experts()
-        if self.distill.weight > 1:
-            raise InputError(f"distill.weight is {self.distill.weight:g}: give 0 to 1")
-        if self.data.valid_rows < 1:
-            raise InputError(f"data.valid_rows is {self.data.valid_rows}: give at least 1")
-
-    def _check_experts(self) -> None:
-        """Raise InputError where the domain's experts can't be divided as it is asked for."""
-        domain, steps = self.domain, self.train.steps
+            raise InputError(f"domain.enough is {domain.enough:g}: give a share, 0 to 1")
         for name, value, known in (("experts", domain.experts, EXPERTS), ("loss", domain.loss, DOMAIN_LOSSES)):
             if value not in known:
                 raise InputError(f"domain.{name} {value!r} is unknown: choose from {', '.join(known)}")
         if domain.tau <= 0:
             raise InputError(f"domain.tau is {domain.tau:g}: give a number above 0")
+        self._check_counted()
+        if self.distill.weight > 1:
+            raise InputError(f"distill.weight is {self.distill.weight:g}: give 0 to 1")
+        if self.data.valid_rows < 1:
+            raise InputError(f"data.valid_rows is {self.data.valid_rows}: give at least 1")
+
+    def _check_counted(self) -> None:
+        """Raise InputError where experts go by what domains use, and that can't be counted as it is asked for."""
+        domain, steps = self.domain, self.train.steps
         if domain.experts not in COUNTS:
             return
         if domain.prior:

@@ -1,4 +1,4 @@
-"""Experts divided over the domains of text: which are whose, and a loss that keeps tokens to theirs; know no cache."""
+"""The experts of the domains of text: which are whose, and a loss that keeps tokens to theirs; know no cache."""
 
 from __future__ import annotations
 
