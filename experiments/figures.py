@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measures import alike, asked, seeds
-from parts import GATE_PPL, LABELS, STACK_PPL, misses, ppl
+from choosing import GATE_PPL, STACK_PPL, alike, misses, ppl
+from measures import asked, seeds
+from parts import LABELS
 from recipes import DOMAINS, LOCALITY
 from runner import Json, Work
 from runs import SEEDS

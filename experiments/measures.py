@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bounds import bounded, changes
-from parts import local, misses, own, ppl
+from choosing import alike, misses, ppl
+from parts import local, own
 from runner import Json, RunError, Work
 from runs import SEEDS
 
@@ -47,16 +48,6 @@ def seeds(work: Work, run: str, step: str) -> dict[int, Any]:
     """What a step left, by seed, of the runs that are done; `run` without its seed."""
     found = {seed: asked(work, f"{run}-s{seed}", step) for seed in SEEDS}
     return {seed: one for seed, one in found.items() if one is not None}
-
-
-def alike(work: Work, run: str, other: str) -> bool:
-    """Whether two runs that are done can be compared: trained on the same kind of machine, measured on the same text.
-
-    Processors round otherwise, training follows that, and the difference is no smaller than what is looked for.
-    """
-    machines = [(work.result(name) or {}).get("machine", {}).get("model") for name in (run, other)]
-    texts = [work.step(name, "evaluate").get("data") for name in (run, other)]
-    return machines[0] == machines[1] and texts[0] == texts[1]
 
 
 def _pair(work: Work, seed: int, name: Callable[[int], str]) -> tuple[Json, Json] | None:

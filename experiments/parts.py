@@ -8,20 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from choosing import STACK_PPL, best, misses, ppl
 from recipes import DOMAINS, LOCALITY, Sections, Size, late, recipe, toml
-from runner import Json, RunError, Step, Work
+from runner import Json, Step, Work
 
 CAPACITY = 0.134  # of all experts
 SPEED_CAPACITY = 0.15
 ONE_THREAD = ("--kv", "f32", "--threads", "1")  # models this small gain nothing by a second, which others may need
 SLOW_DISK = "8M"  # bytes a second: at 14 KB an expert, all of a token's 16 would take 27 ms
-GATE_PPL = 0.01  # the locality gate's cost
-MOST_PPL = 0.005  # by which a try is chosen: half of that, as a bound over three seeds asks for room
-STACK_PPL = 0.034
-STRONGER_PPL = 0.024  # what a model may cost that the stack begins with: the rest is for rerouting
-LEAST_HITS = 0.91  # by which a try of domains is chosen: the gate asks for 0.90, and a bound for room
 LABELS = {"base": "base", "local": "locality-trained", "stronger": "more local", "rerouted": "trained rerouted"}
 TEXTS = ("code", "mathematics", "medicine", "prose")
 
@@ -151,72 +146,6 @@ def _again(size: Size, name: str, which: str, seed: int, work: Work) -> list[Ste
     """The try that `choose` calls `which`, with another seed."""
     _, changes = LOCALITY[work.step("choose", "choose")[which]]
     return pretrained_steps(size, name, seed, changes, work)
-
-
-def misses(measured: Json) -> int:
-    """LRU's misses at CAPACITY."""
-    return int(measured["cache"]["results"][0]["misses"])
-
-
-def ppl(measured: Json) -> float:
-    """Perplexity with domains weighted alike."""
-    return float(measured["balanced"]["ppl"])
-
-
-def choose_steps(work: Work) -> list[Step]:
-    tries = [name for name, (_, changes) in LOCALITY.items() if "locality" in changes]  # the rest are controls
-    done = [name for name in tries if work.result(f"{name}-s1") is not None]
-    if not done:
-        raise RunError("choose needs a try of locality that is done: run one of " + ", ".join(tries) + ", as NAME-s1")
-
-    def choose(_: Mapping[str, Json]) -> Json:
-        base = work.step("base-s1", "evaluate")
-        tries: dict[str, dict[str, float]] = {}
-        rerouted: dict[str, dict[str, float]] = {}
-        for name in done:
-            measured = work.step(f"{name}-s1", "evaluate")
-            (rerouted if LOCALITY[name][1]["locality"].get("reroute") else tries)[name] = {
-                "misses_change": misses(measured) / misses(base) - 1,
-                "ppl_change": ppl(measured) / ppl(base) - 1,
-            }
-        if not tries:
-            raise RunError("choose needs a try of locality whose routes are the router's own")
-        found = {"chosen": best(tries, MOST_PPL), "stronger": best(tries, STRONGER_PPL), "tries": tries | rerouted}
-        return {**found, "rerouted": best(rerouted, STRONGER_PPL)} if rerouted else found
-
-    return [Step("choose", ("compute", "choose", *done), choose)]
-
-
-def best(tries: Mapping[str, Mapping[str, Any]], most_ppl: float) -> str:
-    """Of those within `most_ppl` the one with the fewest misses; where none is, the one that costs least."""
-    within = [name for name, one in tries.items() if one["ppl_change"] <= most_ppl]
-    if within:
-        return min(within, key=lambda name: tries[name]["misses_change"])
-    return min(tries, key=lambda name: tries[name]["ppl_change"])
-
-
-def choose_domain_steps(work: Work) -> list[Step]:
-    done = [name for name in DOMAINS if work.result(f"{name}-s1") is not None]
-    if not done:
-        raise RunError("choose-domain needs a try that is done: run one of " + ", ".join(DOMAINS) + ", as NAME-s1")
-
-    def choose(_: Mapping[str, Json]) -> Json:
-        base = ppl(work.step("base-s1", "evaluate"))
-        tries: dict[str, dict[str, float]] = {}
-        for name in done:
-            one = work.step(f"{name}-s1", "evaluate")
-            tries[name] = {"hit_rate": one["domains"]["mean_pinned_hit_rate"], "ppl_change": ppl(one) / base - 1}
-        return {"chosen": cheapest(tries, LEAST_HITS), "tries": tries}
-
-    return [Step("choose", ("compute", "choose-domain", *done), choose)]
-
-
-def cheapest(tries: Mapping[str, Mapping[str, Any]], least_hits: float) -> str:
-    """Of those with at least `least_hits` the one that costs least; where none has, the one with the most."""
-    enough = [name for name in tries if tries[name]["hit_rate"] >= least_hits]
-    if enough:
-        return min(enough, key=lambda name: tries[name]["ppl_change"])
-    return max(tries, key=lambda name: tries[name]["hit_rate"])
 
 
 def passages_of(work: Work, *, labels: bool) -> list[str]:

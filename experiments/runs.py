@@ -8,7 +8,7 @@ local-s2, local-s3           that try, with the other seeds
 divided-s1 …                 tries of keeping a domain's text to few experts, over the second half
 choose-domain                which of them is claimed, by a rule too
 domain-s2, domain-s3         that try, with the other seeds
-stack-s1 … stack-s3          cache-aware rerouting on the base and on the chosen try
+stack-s1 … stack-s3          cache-aware rerouting on the base, on a more local try, and on one trained rerouted
 control                      the negative control: loading a domain's experts at a switch
 live                         the engine's own counters on the exported files, against the simulator
 text-sN, prerouter-sN, recover-sN, onpolicy-sN, stages-sN    three stages on 4 bits, and what each won back
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import choosing
 import parts
 from recipes import DOMAINS, LOCALITY, Sections, Size, late
 from runner import Run, Step, Work
@@ -52,13 +53,13 @@ def table(size: Size, texts: Mapping[str, str] | None = None) -> dict[str, Run]:
         trained(f"base-s{seed}", f"the base model, seed {seed}", seed, {})
     for name, (about, changes) in LOCALITY.items():
         trained(f"{name}-s1", f"locality: {about}", 1, changes)
-    add("choose", "which of the tries that are done is claimed", ("base-s1",), parts.choose_steps, 0)
+    add("choose", "which of the tries that are done is claimed", ("base-s1",), choosing.choose_steps, 0)
     for seed in SEEDS[1:]:
         steps = partial(parts.local_steps, size, seed)
         add(f"local-s{seed}", f"the chosen try, seed {seed}", ("choose", f"base-s{seed}"), steps, 18)
     for name, (about, changes) in DOMAINS.items():
         trained(f"{name}-s1", f"domains: {about}", 1, changes)
-    add("choose-domain", "which try of domains is claimed", ("base-s1",), parts.choose_domain_steps, 0)
+    add("choose-domain", "which try of domains is claimed", ("base-s1",), choosing.choose_domain_steps, 0)
     for seed in SEEDS[1:]:
         steps = partial(parts.domain_steps, size, seed)
         needs = ("choose-domain", f"base-s{seed}")

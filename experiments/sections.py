@@ -5,13 +5,15 @@ A figure's place is a line <!-- NAME -->.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from measures import alike, asked, seeds
+from choosing import LEAST_HITS, alike, comparable, misses, ppl
+from measures import asked, seeds
 from page import NOT_RUN, change, number, percent, prose, rows, section, spread
-from parts import LABELS, LEAST_HITS, SLOW_DISK, misses, ppl
-from recipes import DOMAINS, LOCALITY
+from parts import LABELS, SLOW_DISK
+from recipes import DOMAINS, LOCALITY, Sections
 from runner import Json, Work
+from runs import SEEDS
 
 HEADS = (
     "model", "perplexity", "change", "by domain", "misses a token", "change", "own experts serve", "evenness of load",
@@ -53,17 +55,24 @@ def base(work: Work) -> str:
     return section("The base model", about, rows(HEADS, [_row(f"seed {s}", one, None) for s, one in found.items()]))
 
 
-def locality(work: Work, numbers: Json) -> str:
+def _tries(work: Work, tries: Mapping[str, tuple[str, Sections]]) -> tuple[list[list[str]], str]:
+    """A row for each try of seed 1 that is done and can be compared with its base, and what became of the others."""
     start = asked(work, "base-s1", "evaluate")
-    found = {name: asked(work, f"{name}-s1", "evaluate") for name in LOCALITY}
-    apart = [name for name in LOCALITY if found[name] and start and not alike(work, "base-s1", f"{name}-s1")]
-    body = [
-        _row(f"{name}: {about}", found[name], start)
-        for name, (about, _) in LOCALITY.items()
-        if found[name] is not None and start is not None and name not in apart
+    found = {name: one for name in tries if (one := asked(work, f"{name}-s1", "evaluate")) is not None}
+    apart = [name for name in found if start is None or not comparable(work, name)]
+    body = [_row(f"{name}: {tries[name][0]}", one, start) for name, one in found.items() if name not in apart]
+    begun = {name: said for name in tries if (said := work.last_words(f"{name}-s1")) is not None}
+    left = [name for name in tries if name not in found and name not in begun]
+    notes = [
+        "\n".join(f"- Begun and not done: {name}, last heard of: {said[:300]}" for name, said in begun.items()),
+        f"Run on another machine than the base, so not compared: {', '.join(apart)}." if apart else "",
+        f"Not run: {', '.join(left)}." if left else "",
     ]
-    begun = {name: said for name in LOCALITY if (said := work.last_words(f"{name}-s1")) is not None}
-    left = [name for name in LOCALITY if found[name] is None and name not in begun]
+    return body, "\n\n".join(note for note in notes if note)
+
+
+def locality(work: Work, numbers: Json) -> str:
+    body, others = _tries(work, LOCALITY)
     claimed = ""
     if numbers["chosen"]:
         moved, cost = numbers["locality"]["misses_change"], numbers["locality"]["ppl_change"]
@@ -74,46 +83,31 @@ def locality(work: Work, numbers: Json) -> str:
         fewest misses of those within +0.5 % perplexity, half of what the gate allows, or else the one that
         costs least; those that were trained on rerouted routes are for the stack alone. (It was +1 % before any
         other seed was run; a bound over three seeds asks for room.) The seed and the passages by which it is
-        chosen are among those that it is judged by, which flatters it a little."""),
+        chosen are among those that it is judged by, which flatters it a little. Training losses of rerouted tries
+        are those of rerouted routes; everything else here is measured with the router's own."""),
         rows(HEADS, body),
-        "\n".join(f"- Begun and not done: {name}, last heard of: {said[:300]}" for name, said in begun.items()),
-        f"Run on another machine than the base, so not compared: {', '.join(apart)}." if apart else "",
-        f"Not run: {', '.join(left)}." if left else "",
+        others,
         claimed,
         "<!-- tradeoff -->\n\n<!-- curves -->\n\n<!-- training -->",
     )
 
 
 def domain(work: Work, numbers: Json) -> str:
-    start = asked(work, "base-s1", "evaluate")
-    found = {name: asked(work, f"{name}-s1", "evaluate") for name in DOMAINS}
-    body = [] if start is None else [_row("base, seed 1", start, None)]
-    body += [
-        _row(f"{name}: {about}", found[name], start)
-        for name, (about, _) in DOMAINS.items()
-        if found[name] is not None and start is not None and alike(work, "base-s1", f"{name}-s1")
-    ]
-    chosen = asked(work, "choose-domain", "choose")
-    for seed, one in seeds(work, "domain", "evaluate").items():
-        if chosen is not None and alike(work, f"base-s{seed}", f"domain-s{seed}"):
-            body.append(_row(f"{chosen['chosen']}, seed {seed}", one, asked(work, f"base-s{seed}", "evaluate")))
-    claimed = ""
+    body, others = _tries(work, DOMAINS)
+    chosen, claimed = asked(work, "choose-domain", "choose"), ""
     if chosen is not None:
         hits, cost = numbers["domain"]["hit_rate"], numbers["domain"]["ppl_change"]
         claimed = f"Claimed: **{chosen['chosen']}**: hits {spread(hits, said=percent)}, perplexity {spread(cost, 2)}."
-    about = f"""From 0.55 of a run, over a fifth of it, a loss comes to keep a domain's text to an even share of every
-        layer's experts, those that it used. *Own experts serve* is the share of a domain's choices that fall on the
-        experts of each layer that it uses most, as many as that share, picked on training text: what pinning them would
-        hit. Of tries where that is at least {LEAST_HITS:.0%}, the one that costs least is claimed, or else the one
-        with the most; the seed by which it is chosen is among those that it is judged by."""
-    left = [name for name in DOMAINS if found[name] is None]
-    return section(
-        "Domains",
-        prose(about),
-        rows(HEADS, body if any(found.values()) else []),
-        f"Not run: {', '.join(left)}." if left and any(found.values()) else "",
-        claimed,
-    )
+        for seed in SEEDS[1:]:
+            base, one = (asked(work, f"{name}-s{seed}", "evaluate") for name in ("base", "domain"))
+            if base is not None and one is not None and alike(work, f"base-s{seed}", f"domain-s{seed}"):
+                body.append(_row(f"{chosen['chosen']}, seed {seed}", one, base))
+    about = f"""Beginning at 0.55 of a run, a loss comes to keep a domain's text to an even share of every layer's
+        experts, those that it used. *Own experts serve* is the share of a domain's choices that fall on the experts of
+        each layer that it uses most, as many as that share, picked on training text: what pinning them would hit. Of
+        tries where that is at least {LEAST_HITS:.0%}, the one that costs least is claimed, or else the one with the
+        most; the seed by which it is chosen is among those that it is judged by."""
+    return section("Domains", prose(about), rows(HEADS, body), others, claimed)
 
 
 def stack(work: Work, numbers: Json) -> str:

@@ -246,7 +246,7 @@ def test_recipes_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_the_try_with_the_fewest_misses_within_the_cost_is_chosen() -> None:
-    best = module("parts").best
+    best = module("choosing").best
     tries = {
         "a": {"misses_change": -0.5, "ppl_change": 0.02},
         "b": {"misses_change": -0.3, "ppl_change": 0.009},
@@ -257,8 +257,46 @@ def test_the_try_with_the_fewest_misses_within_the_cost_is_chosen() -> None:
     assert best({"a": tries["a"], "d": {"misses_change": -0.1, "ppl_change": 0.015}}, 0.01) == "d"
 
 
+def test_tries_that_were_trained_rerouted_are_chosen_apart(tmp_path: Path) -> None:
+    choosing, parts, recipes = module("choosing"), module("parts"), module("recipes")
+    work = module("runner").Work(tmp_path)
+    leave(work, "base-s1", evaluate=evaluated(1000, 20))
+    leave(work, "wing-s1", evaluate=evaluated(100, 20.01))
+    with pytest.raises(module("runner").RunError, match="choose needs a try of locality that is done"):
+        choosing.choose_steps(work)
+    leave(work, "quill-s1", evaluate=evaluated(700, 20.01))
+    leave(work, "pinion-s1", evaluate=evaluated(400, 20.3))
+    (step,) = choosing.choose_steps(work)
+    found = step.compute({})
+    assert (found["chosen"], found["stronger"], found["rerouted"]) == ("quill", "pinion", "wing")
+    leave(work, "choose", choose=found)
+    leave(work, "data", texts={"texts": [{"domain": "code", "file": "texts/000-code.txt"}]})
+    steps = parts.stack_steps(recipes.REFERENCE, 1, work)
+    assert {step.words[3] for step in steps[:-1]} == {f"runs/{one}-s1/f32.gguf" for one in ("base", "pinion", "wing")}
+    leave(work, "stack-s1", claim={"model": "rerouted", "rule": "0.03:0"})
+    assert parts.stacked(work, 1) == "wing-s1" and parts.stacked(work, 2) == "stronger-s2"
+    (train, *_) = parts.stronger_steps(recipes.REFERENCE, 2, work)
+    asked = (tmp_path / train.words[train.words.index("--recipe") + 1]).read_text()
+    assert "reroute = 0.03" in asked and "seed = 2" in asked
+
+
+def test_what_ran_on_another_machine_is_neither_chosen_nor_compared(tmp_path: Path) -> None:
+    choosing, runner = module("choosing"), module("runner")
+    work = runner.Work(tmp_path / "work")
+    leave(work, "base-s1", evaluate=evaluated(1000, 20))
+    for name in ("divided", "shared"):
+        leave(work, f"{name}-s1", evaluate=evaluated(900, 20.1, hits=0.95))
+    path = work.at("shared-s1") / "result.json"
+    result = json.loads(path.read_text())
+    runner.write_json(path, {**result, "machine": {**result["machine"], "model": "another"}})
+    (step,) = choosing.choose_domain_steps(work)
+    assert step.compute({})["chosen"] == "divided" and list(step.compute({})["tries"]) == ["divided"]
+    text = page(tmp_path, work)
+    assert "Run on another machine than the base, so not compared: shared." in text and "| shared:" not in text
+
+
 def test_the_cheapest_try_with_enough_hits_is_chosen() -> None:
-    cheapest = module("parts").cheapest
+    cheapest = module("choosing").cheapest
     tries = {
         "a": {"hit_rate": 0.95, "ppl_change": 0.04},
         "b": {"hit_rate": 0.91, "ppl_change": 0.02},
