@@ -13,7 +13,8 @@ from runner import Json, RunError, Step, Work
 
 GATE_PPL = 0.01  # the locality gate's cost
 MOST_PPL = 0.005  # by which a try is chosen: half of that, as a bound over three seeds asks for room
-STACK_PPL = 0.034
+STACK_PPL = 0.034  # the stack gate's cost
+MOST_STACK_PPL = 0.03  # by which its margin is chosen, with room too
 STRONGER_PPL = 0.024  # what a model may cost that the stack begins with: the rest is for rerouting
 LEAST_HITS = 0.91  # by which a try of domains is chosen: the gate asks for 0.90, and a bound for room
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from choosing import STACK_PPL, best, misses, ppl
+from choosing import MOST_STACK_PPL, best, misses, ppl
 from recipes import DOMAINS, LOCALITY, Sections, Size, late, recipe, toml
 from runner import Json, Step, Work
 
@@ -199,7 +199,7 @@ def stack_steps(size: Size, seed: int, work: Work) -> list[Step]:
             for one in [live_of(done[named(which, rule)])]
         ]
         rerouted = {str(i): one for i, one in enumerate(tries) if one["model"] != "base" and one["rule"] != "0"}
-        return {**rerouted[best(rerouted, STACK_PPL)], "base": base, "tries": tries}
+        return {**rerouted[best(rerouted, MOST_STACK_PPL)], "base": base, "tries": tries}
 
     return [*steps, Step("claim", ("compute", "claim"), claimed)]
 

@@ -119,7 +119,7 @@ def stack(work: Work, numbers: Json) -> str:
             body.append([str(seed), LABELS[one["model"]], one["rule"] + mark, *figures])
     about = """Live, by the engine, on the exported files: `sluice eval ppl --reroute MARGIN:J` over the same passages
         with as many slots; J best experts of a token are never replaced, 1 unless given. Changes are to the base
-        without a margin. Margins are tried with one seed; of those within +3.4 % perplexity the one with the fewest
+        without a margin. Margins are tried with one seed; of those within +3.0 % perplexity the one with the fewest
         misses is claimed. *More local* is the try with the fewest misses within +2.4 % (without a margin), where that
         is another than the claimed one; *trained rerouted* is that of those that were trained on the routes that
         rerouting takes."""
